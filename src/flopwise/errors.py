@@ -1,0 +1,49 @@
+"""What can go wrong, as one tree.
+
+FlopwiseError                 anything that is ours to explain; the command line prints it as one message, exit code 2
+├── UsageError                the command line does not make sense
+├── RunFolderError            a run folder is missing, unreadable, unwritable or not one of ours
+├── RecordError               a stored record is damaged, or of a version that this flopwise does not read
+├── HardwareError             a device, or its row in the table of accelerators, cannot be used as asked
+├── NothingMeasuredError      the script ran, and there was no training step to measure
+├── PlanError                 a plan does not fit the script, the device or this flopwise
+└── AttachError               a hook that the meter leans on is not there in this torch
+
+A message says where, what was seen, what still holds, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class FlopwiseError(Exception):
+    """Base of every error that is reported to the user without a traceback."""
+
+    exit_code = 2
+
+
+class UsageError(FlopwiseError):
+    """The command line does not make sense."""
+
+
+class RunFolderError(FlopwiseError):
+    """A run folder is missing, unreadable, unwritable or not one of ours."""
+
+
+class RecordError(FlopwiseError):
+    """A stored record is damaged, or of a version that this flopwise does not read."""
+
+
+class HardwareError(FlopwiseError):
+    """A device, or its row in the table of accelerators, cannot be used as asked."""
+
+
+class NothingMeasuredError(FlopwiseError):
+    """The script ran, and there was no training step to measure."""
+
+
+class PlanError(FlopwiseError):
+    """A plan does not fit the script, the device or this flopwise."""
+
+
+class AttachError(FlopwiseError):
+    """A hook that the meter leans on is not there in this torch."""

@@ -1,0 +1,34 @@
+"""The plan: which fixes to apply to which script, with the evidence. Stored as plan.toml, read by people too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SCHEMA = "flopwise.plan/1"
+
+
+@dataclass(frozen=True)
+class PlannedFix:
+    """One fix of a plan."""
+
+    code: str
+    name: str
+    setting: dict[str, str] = field(default_factory=dict)
+    ratio: float | None = None  # measured t_new / t_old when it was kept
+    ci95: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Fixes for one script, on one kind of device and torch."""
+
+    schema: str
+    flopwise: str
+    created: str
+    script: str  # as given on the command line
+    script_sha256: str  # of the file's bytes, "" where there is no file (-m, or a command)
+    torch: str
+    device: str  # device name, or the CPU's
+    fixes: list[PlannedFix]
+    ratio: float | None = None  # of the final proof
+    ci95: tuple[float, float] | None = None

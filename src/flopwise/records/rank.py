@@ -1,0 +1,115 @@
+"""The rank record: what one process measured, before anything is concluded from it.
+
+Written by the training process with the standard library alone, atomically; merged by the parent into a `RunRecord`.
+Times are integer nanoseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SCHEMA = "flopwise.rank/1"
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One interval from step to step."""
+
+    ns: int  # device time if CUDA events were used, else host time
+    host_ns: int
+    kind: str  # "timed" | "warmup" | "compile" | "counted" | "evaluation" | "checkpoint" | "epoch_start"
+    shape: str  # signature of the inputs of the root module, "" if unknown
+    micro_batches: int
+    samples: int | None
+    tokens: int | None
+    real_tokens: int | None
+    skipped: bool  # a GradScaler skipped the update
+    data_ns: int
+    forward_ns: int | None
+    backward_ns: int
+    optimizer_ns: int
+    own_ns: int  # time inside our hooks
+    pause_ns: int  # evaluation, saving, or loader start inside this interval
+    data_dry: bool | None  # the device had run dry when the data arrived; None: unknown
+
+
+@dataclass(frozen=True)
+class FlopCount:
+    """FLOPs of one step of one rank, by one input shape."""
+
+    shape: str
+    method: str  # "eager step" | "fake tensors" | "graph capture"
+    needed: dict[str, int]  # executed dtype -> model FLOPs, attention full
+    needed_causal: dict[str, int]  # the same, mask-aware
+    executed: dict[str, int]  # recomputation included
+    recomputed: int
+    coverage_frac: float
+    coverage_basis: str  # what the shares of coverage are shares of
+    uncovered: list[str]
+    by_op: dict[str, int]
+    cross_check: str | None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Telemetry:
+    """NVML readings over the timed window; everything None where NVML is absent."""
+
+    name: str | None = None
+    driver: str | None = None
+    energy_j: float | None = None
+    window_s: float | None = None
+    sm_mhz: float | None = None
+    sm_max_mhz: float | None = None
+    memory_mhz: float | None = None
+    temperature_c: float | None = None
+    power_limit_w: float | None = None
+    power_limit_default_w: float | None = None
+    throttle: list[str] = field(default_factory=list)
+    mig: bool = False
+    pci_device_id: str | None = None
+    sm_count: int | None = None
+    memory_bytes: int | None = None
+    reason: str | None = None  # why energy is None
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One process's measurement."""
+
+    schema: str
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    pid: int
+    argv: list[str]
+    python: str
+    torch: str
+    cuda: str | None
+    nccl: str | None
+    device_type: str
+    device_name: str | None  # torch's name of the device, None on CPU
+    device_index: int | None
+    cpu_threads: int
+    cpu_cores: int
+    boundary: str
+    status: str  # "complete" | "partial: why"
+    clock: str  # "cuda events" | "host clock"
+    steps_seen: int
+    rows: list[StepRow]
+    flops: list[FlopCount]
+    telemetry: Telemetry
+    allocated_peak_bytes: int | None
+    reserved_peak_bytes: int | None
+    device_total_bytes: int | None
+    host_rss_peak_bytes: int
+    attach_ns: int
+    losses: list[float]
+    patches: list[str]
+    notes: list[str]
+    warmup_rule: str
+    warmup_by_hand: bool
+    counted_from: str | None
+    float32_matmul_precision: str
+    plan: str | None = None

@@ -1,0 +1,91 @@
+"""The verdict of a trial: did a change make steps faster, by how much, and did the numerics hold.
+
+`ratio` means t_new / t_old everywhere: below 1 is faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SCHEMA = "flopwise.tune/1"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What interleaved blocks of two arms say about the ratio of their step times."""
+
+    outcome: str  # "faster" | "slower" | "not shown" | "no different" (inside the margin)
+    ratio: float  # t_new / t_old, estimate
+    ci95: tuple[float, float]  # valid although the data were looked at along the way
+    pairs: int  # paired blocks used
+    block_steps: int  # timed steps a block
+    old_s: float  # mean step of the old arm
+    new_s: float
+    spread_frac: float  # standard deviation of the log ratio of one pair
+    minimum_detectable_frac: float  # the smallest gain that this many pairs would have shown (80 % power)
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far the numerics moved, on one snapshot of weights and inputs."""
+
+    numerics: str  # the fix's class: "identical" | "reordered" | "lossy"
+    passed: bool
+    loss_old: float | None
+    loss_new: float | None
+    loss_rel: float | None  # |new - old| / max(|old|, tiny)
+    grad_rel: float | None  # ||g_new - g_old|| / ||g_old||, all parameters together
+    grad_cosine: float | None
+    bound: float  # allowed grad_rel and loss_rel
+    bound_source: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fix, tried."""
+
+    fix: str  # code, e.g. "FW101"
+    name: str  # the cure, e.g. "loader-workers"
+    verdict: str  # "kept" | "not kept" | "declined"
+    reason: str
+    ratio: float | None = None
+    ci95: tuple[float, float] | None = None
+    comparison: Comparison | None = None
+    parity: Parity | None = None
+    setting: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The final proof: fresh processes, the bare script against the plan."""
+
+    comparison: Comparison
+    processes_per_arm: int
+    first_loss_old: float | None
+    first_loss_new: float | None
+    exit_codes_equal: bool
+
+
+@dataclass(frozen=True)
+class TuneRecord:
+    """One `flopwise tune`."""
+
+    schema: str
+    flopwise: str
+    created: str
+    command: list[str]
+    script: str
+    baseline_step_s: float | None
+    baseline_mfu: float | None
+    final_step_s: float | None
+    final_mfu: float | None
+    aa_spread_frac: float | None  # half-width of the A/A control's interval
+    aa: Comparison | None
+    trials: list[Trial]
+    kept: list[str]
+    proof: Proof | None
+    plan: str | None  # path of plan.toml
+    wall_s: float
+    notes: list[str]
