@@ -1,0 +1,123 @@
+"""When FLOPs are counted, and how: on one real eager step, or on fake tensors where the script compiles.
+
+An eager step is counted by watching its ops: same kernels, same results, only slower, and left out of the timing.
+A compiled model would run that step eagerly, with other rounding and more memory; so its forward and backward are
+replayed on fake tensors instead, which computes nothing and touches nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from flopwise.meter.found import compiled_parts, frames_compiled
+from flopwise.meter.rows import COUNTED
+from flopwise.records.rank import FlopCount
+
+if TYPE_CHECKING:
+    from flopwise.meter.session import Session
+
+#: Input shapes that are counted beyond the first, so that a job with many shapes is not slowed for long.
+SHAPES_COUNTED = 8
+
+
+class Counting:
+    """Decides for one session what is counted, and keeps the counts by input shape."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.counts: dict[str, FlopCount] = {}
+        self.tried = False  # counting has begun, or has been given up
+        self.settled = False  # nothing more is expected during warm-up
+        self._counter: Any = None  # a running StepCounter
+        self._want_fake = False
+        self._waited = 0
+        self._more = SHAPES_COUNTED
+
+    def begin(self) -> None:
+        """Called at a step end in the warm-up: the next interval is the one that is counted."""
+        self.tried = True
+        if self._compiled():
+            self._want_fake = True
+        else:
+            self._start()
+
+    def root_called(self, module: Any, args: Any, kwargs: Any, signature: str) -> None:
+        """Called at the first call of a root module in an interval."""
+        if self._want_fake:
+            self._want_fake = False
+            self._count_fake(module, args, kwargs, signature)
+            self.settled = True
+        elif self.settled and self.counts and signature and self._more > 0:
+            if signature not in self.counts and self._counter is None and not self._known(signature):
+                self._more -= 1
+                if self._compiled():
+                    self._count_fake(module, args, kwargs, signature)
+                else:
+                    self._start()
+
+    def step_ended(self) -> bool:
+        """Called at each step end; returns whether the interval that ended was being counted."""
+        counter, self._counter = self._counter, None
+        session = self._session
+        if counter is None:
+            if self._want_fake:
+                self._waited += 1
+                if self._waited > 2 or session.roots.settled and not session.roots.called:
+                    self._want_fake = False
+                    self.settled = True
+                    self._give_up(
+                        "the script compiles its training function, so its ops cannot be watched without changing "
+                        "the run, and the model is not called where its inputs are seen"
+                    )
+            return False
+        try:
+            count = counter.stop()
+            shape = session.interval.shape()
+            self.counts[shape] = dataclasses.replace(count, shape=shape)
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+        self.settled = True
+        return True
+
+    def abandon(self) -> None:
+        """Leaves a count that is under way."""
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.abandon()
+
+    def _compiled(self) -> bool:
+        if frames_compiled():
+            return True
+        return any(compiled_parts(root) for root in self._session.roots.found)
+
+    def _known(self, signature: str) -> bool:
+        return any(signature in shape.split(" + ") for shape in self.counts)
+
+    def _start(self) -> None:
+        self._session.interval.flags |= COUNTED
+        try:
+            from flopwise.meter.count import StepCounter
+
+            counter = StepCounter("")
+            counter.start()
+            self._counter = counter
+        except Exception as error:
+            self.settled = True
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _count_fake(self, module: Any, args: Any, kwargs: Any, signature: str) -> None:
+        self._session.interval.flags |= COUNTED
+        try:
+            from flopwise.meter.count import count_fake
+
+            if torch.compiler.is_compiling():
+                return
+            self.counts[signature] = count_fake(module, args, kwargs, signature)
+        except Exception as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _give_up(self, why: str) -> None:
+        self._session.note(f"FLOPs not counted: {why}")

@@ -1,0 +1,51 @@
+"""Replacements made in the user's process: each one named, each one undone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_ABSENT = object()
+
+
+class Patches:
+    """A stack of attribute replacements that undoes itself in reverse order.
+
+    An attribute that somebody else has replaced since is left alone: our replacement under theirs must then pass
+    every call straight through (each of ours checks that the meter is live).
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []  # every patch ever made, for the report
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, new: Any, label: str) -> None:
+        """Replaces `owner.name` by `new`."""
+        own = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else _ABSENT
+        setattr(owner, name, new)
+
+        def undo() -> None:
+            if vars(owner).get(name, _ABSENT) is not new:
+                return
+            if own is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+        self.names.append(label)
+        self._undo.append(undo)
+
+    def hold(self, remove: Callable[[], None], label: str) -> None:
+        """Takes over a hook that was registered elsewhere; `remove` takes it out again."""
+        self.names.append(label)
+        self._undo.append(remove)
+
+    def undo(self) -> list[str]:
+        """Takes everything back; returns what could not be taken back, in words."""
+        failures = []
+        while self._undo:
+            try:
+                self._undo.pop()()
+            except Exception as error:
+                failures.append(f"{type(error).__name__}: {error}")
+        return failures

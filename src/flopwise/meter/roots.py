@@ -1,0 +1,176 @@
+"""The root modules of the training: found once, watched through one hook each, let go after the measurement."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flopwise.meter.found import (
+    compiled_parts,
+    describe_batch,
+    find_roots,
+    frames_compiled,
+    is_optimized_module,
+)
+from flopwise.meter.rows import EVALUATION
+
+if TYPE_CHECKING:
+    from flopwise.meter.session import Session
+
+now = time.perf_counter_ns
+
+
+class Roots:
+    """Watches the calls of the outermost modules that own trained parameters.
+
+    A module that is never called as such (a LightningModule, a container whose parts are called one by one) is
+    replaced by its children, at most three levels down. A module that a compiled function of the user's calls is
+    left alone: a hook on it would make the compiler start over.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.found: list[nn.Module] = []
+        self.settled = False
+        self._watched: list[nn.Module] = []
+        self._release: list[Callable[[], None]] = []
+        self._calls = 0
+        self._depth = 0
+        self._lead: int | None = None  # the first root called in this interval
+
+    def look(self, steps: int) -> None:
+        """Called at the first step ends: finds the roots, and goes one level down while none is called."""
+        if self.settled:
+            return
+        if not self.found:
+            self.found = find_roots(self._parameters())
+            if not self.found:
+                self.settled = True
+                return
+            self._watch(self.found)
+        elif self._calls:
+            self.settled = True
+        elif self._depth < 3 and steps <= 6:
+            self._depth += 1
+            children = [c for module in self._watched for c in module.children()]
+            trained = {id(p) for p in self._parameters()}
+            below = [c for c in children if any(id(p) in trained for p in c.parameters())]
+            self.release()
+            self._watch(below)
+        else:
+            self.settled = True
+            self._session.note("the model is not called as a module: inputs and forward are not seen")
+
+    def release(self) -> None:
+        """Takes every hook out."""
+        while self._release:
+            self._release.pop()()
+        self._watched = []
+
+    @property
+    def called(self) -> bool:
+        """Whether a call of a watched module has been seen."""
+        return self._calls > 0
+
+    def new_interval(self) -> None:
+        """Forgets which root was called first."""
+        self._lead = None
+
+    def _parameters(self) -> list[nn.Parameter]:
+        session = self._session
+        parameters: list[Any] = []
+        for reference in session.optimizers.values():
+            optimizer = reference()
+            if optimizer is not None:
+                parameters += [p for g in optimizer.param_groups for p in g["params"]]
+        if not parameters and session.watched_leaf is not None:
+            parameters = [session.watched_leaf]
+        return parameters
+
+    def _watch(self, modules: list[nn.Module]) -> None:
+        for module in modules:
+            if is_optimized_module(module):
+                self._hook(module)
+            elif getattr(module, "_compiled_call_impl", None) is not None:
+                self._wrap_slot(module)
+            elif frames_compiled() and not compiled_parts(module):
+                self._session.note(
+                    f"{type(module).__name__} is called inside a function that the script compiles: "
+                    "it is not watched, so as not to make the compiler start over"
+                )
+            else:
+                self._hook(module)
+
+    def _hook(self, module: nn.Module) -> None:
+        def before(called: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            self._on_call(called, args, kwargs)
+
+        handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        self._release.append(handle.remove)
+        self._watched.append(module)
+        self._session.patches.names.append(f"hook: {type(module).__name__} (root), before forward")
+
+    def _wrap_slot(self, module: nn.Module) -> None:
+        compiled = module._compiled_call_impl
+        assert compiled is not None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._on_call(module, args, kwargs)
+            return compiled(*args, **kwargs)
+
+        call._torchdynamo_disable = False  # type: ignore[attr-defined]
+        module._compiled_call_impl = call
+
+        def release() -> None:
+            if module._compiled_call_impl is call:
+                module._compiled_call_impl = compiled
+
+        self._release.append(release)
+        self._watched.append(module)
+        self._session.patches.names.append(f"{type(module).__name__} (root), compiled call")
+
+    def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        session = self._session
+        if not session.live:
+            return
+        started = now()
+        interval = session.interval
+        if not torch.is_grad_enabled():
+            interval.flags |= EVALUATION
+            return
+        if session.in_backward:  # a checkpoint's replay
+            return
+        try:
+            self._calls += 1
+            interval.calls += 1
+            first = interval.forward_from_ns == 0
+            if first:
+                interval.forward_from_ns = started
+            if self._lead is None:
+                self._lead = id(module)
+            if self._lead == id(module):
+                signature = self._read(args, kwargs)
+                if first and not interval.backwards:
+                    session.counting.root_called(module, args, kwargs, signature)
+            interval.own_ns += now() - started
+        except Exception as error:
+            session.fail(error)
+
+    def _read(self, args: Any, kwargs: Any) -> str:
+        session = self._session
+        interval, reading = session.interval, session.reading
+        found = describe_batch(args) if args else describe_batch(kwargs)
+        if found.signature and found.signature not in interval.shapes:
+            interval.shapes.append(found.signature)
+        if found.ids is not None and reading.has_embedding:
+            interval.root_tokens += found.ids.numel()
+            interval.root_samples += found.ids.shape[0 if reading.batch_first else 1]
+        elif found.samples is not None:
+            interval.root_samples += found.samples
+        return found.signature

@@ -1,0 +1,726 @@
+"""The meter of one training process: it attaches, finds steps, times them, counts FLOPs, and takes itself out again.
+
+Life of a session: *warm-up* (steps are found, the root modules are looked up, FLOPs are counted once) -> *timed*
+(nothing but clock reads and CUDA events) -> *done* (every hook is undone, the record is written). Nothing here
+synchronises with the device. Whatever fails in here is caught, reported once and ends the measurement, never the run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from flopwise.meter import finish, marks, selftest
+from flopwise.meter.counting import Counting
+from flopwise.meter.found import Reading, describe_batch, frames_compiled, read_roots, real_tokens
+from flopwise.meter.graphs import Graphs
+from flopwise.meter.patches import Patches
+from flopwise.meter.roots import Roots
+from flopwise.meter.rows import (
+    COMPILED,
+    COUNTED,
+    EPOCH,
+    EVALUATION,
+    SAVE,
+    SKIPPED,
+    TIMED,
+    Interval,
+    Row,
+)
+from flopwise.meter.steps import Boundaries
+from flopwise.meter.window import Window
+
+now = time.perf_counter_ns
+
+WARMUP, MEASURING, STOPPING, DONE = "warm-up", "timed", "stopping", "done"
+#: A first record is written when this many steps are timed, so that a killed run still leaves one.
+FIRST_RECORD_STEPS = 10
+#: Losses kept for the report and for comparing runs.
+LOSSES_KEPT = 64
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to measure."""
+
+    folder: str | None = None  # the run folder; None: keep the record in memory (`Session.record`)
+    steps: int | None = None  # time exactly this many; None: 50 or more over at least 5 s, at most 60 s
+    warmup: int | None = None  # drop exactly this many; None: by rule
+    stop_after: bool = False  # end the script once measured
+    count: bool = True
+    telemetry: bool = True
+    default_steps: int = 50
+    min_window_s: float = 5.0
+    max_window_s: float = 60.0
+
+
+class StopTraining(SystemExit):
+    """Ends a script after its measurement: an exit with code 0, so that its own clean-up runs."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+class Session:
+    """The meter in one process."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.live = False
+        self.phase = WARMUP
+        self.patches = Patches()
+        self.notes: list[str] = []
+        self.rows: list[Row] = []
+        self.losses: list[torch.Tensor] = []
+        self.boundaries = Boundaries()
+        self.mode: str | None = None  # "optimizer" | "backward" | "mark"
+        self.optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        self.loaders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.device = torch.device("cpu")
+        self.roots = Roots(self)
+        self.reading = Reading(False, None, True)
+        self.counting = Counting(self)
+        self.graphs = Graphs(self)
+        self.window = Window(self)
+        self.observers: list[Callable[[Session, Row], None]] = []
+        self.record: Any = None
+        self.pid = os.getpid()
+        self.attach_ns = 0
+        self.uses_autocast = False
+        self.interval = Interval()
+        self._identities: dict[int, int] = {}
+        self._events = 0  # optimizer events, nested ones not counted
+        self._stack: list[int] = []  # optimizers inside their step
+        self._optimizer_from = 0
+        self._backward_depth = 0
+        self._backward_in_optimizer_ns = 0
+        self._watch: tuple[torch.Tensor, int, int] | None = None
+        self._last_ns = now()
+        self._last_event: Any = None
+        self._frames = 0
+        self._timed = 0
+        self._timed_from_ns = 0
+        self._written_at = 0
+        self._warned = False
+        self._own_call_ns = 0
+        self._writers: list[threading.Thread] = []
+        self._stop_at: int | None = None
+
+    # ------------------------------------------------------------------ attach, detach
+
+    def attach(self) -> None:
+        """Installs every hook.
+
+        Raises:
+            AttachError: a hook is not there in this torch; nothing is installed then.
+        """
+        started = now()
+        problems = selftest.missing_hooks()
+        if problems:
+            from flopwise.errors import AttachError
+
+            raise AttachError(
+                f"cannot measure with torch {torch.__version__}: {'; '.join(problems)}. "
+                "The script runs unmeasured; a newer flopwise may know this torch"
+            )
+        self.live = True
+        marks.current = self
+        self._own_call_ns = _call_cost_ns()
+        self._install()
+        if self.config.folder is not None:
+            atexit.register(self.close)
+            os.register_at_fork(after_in_child=self._after_fork)
+        self._last_ns = now()
+        self.attach_ns += self._last_ns - started
+
+    def detach(self) -> None:
+        """Takes every hook out again."""
+        self.live = False
+        self.phase = DONE
+        self.counting.abandon()
+        self.roots.release()
+        for failure in self.patches.undo():
+            self.note(f"a patch could not be undone: {failure}")
+        if marks.current is self:
+            marks.current = None
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass is under way."""
+        return self._backward_depth > 0
+
+    @property
+    def watched_leaf(self) -> Any:
+        """The parameter that shows when gradients are fresh, while no optimizer of torch's has stepped."""
+        return self._watch[0] if self._watch is not None else None
+
+    def note(self, text: str) -> None:
+        """Keeps a remark for the report, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def _install(self) -> None:
+        patches = self.patches
+        before, after = self._optimizer_hooks()
+        handle = torch_optimizer.register_optimizer_step_pre_hook(before)
+        patches.hold(handle.remove, "hook: every optimizer, before step")
+        handle = torch_optimizer.register_optimizer_step_post_hook(after)
+        patches.hold(handle.remove, "hook: every optimizer, after step")
+        patches.replace(
+            torch.autograd, "backward", self._backward(torch.autograd.backward), "torch.autograd.backward"
+        )
+        patches.replace(
+            _BaseDataLoaderIter,
+            "__next__",
+            self._next_batch(_BaseDataLoaderIter.__next__),
+            "DataLoader iterator __next__",
+        )
+        patches.replace(
+            DataLoader, "__iter__", self._start_loader(DataLoader.__iter__), "DataLoader.__iter__"
+        )
+        patches.replace(
+            torch.amp.GradScaler, "step", self._scaler_step(torch.amp.GradScaler.step), "GradScaler.step"
+        )
+        patches.replace(torch, "save", self._flagging(torch.save, SAVE), "torch.save")
+        patches.replace(
+            torch.nn.Module, "eval", self._flagging(torch.nn.Module.eval, EVALUATION), "Module.eval"
+        )
+        self.graphs.install(patches)
+
+    # ------------------------------------------------------------------ hooks
+
+    def _optimizer_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if not self.live:
+                return
+            started = now()
+            stack, key = self._stack, id(optimizer)
+            if key in stack:  # its last step raised and never came to its end
+                del stack[stack.index(key) :]
+            stack.append(key)
+            interval = self.interval
+            interval.calls += 1
+            if len(stack) == 1:
+                self._backward_in_optimizer_ns = 0
+                self._optimizer_from = now()
+                interval.own_ns += self._optimizer_from - started
+
+        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if not self.live:
+                return
+            started = now()
+            stack, key = self._stack, id(optimizer)
+            if key not in stack:
+                return
+            del stack[stack.index(key) :]
+            if stack:
+                return
+            interval = self.interval
+            interval.calls += 1
+            interval.optimizer_ns += started - self._optimizer_from - self._backward_in_optimizer_ns
+            if self.graphs.capturing:
+                self.graphs.saw_step()
+                return
+            found_inf = getattr(optimizer, "found_inf", None)
+            if found_inf is not None:
+                interval.found_inf = found_inf
+            self._optimizer_event(optimizer, started)
+
+        for hook in (before, after):
+            hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return before, after
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.live or self._backward_depth:
+                return original(tensors, *args, **kwargs)
+            started = now()
+            if self._events == 0 and self.mode != "mark":
+                self._guard(self._backward_before_any_optimizer, tensors, started)
+            interval = self.interval
+            interval.calls += 1
+            if interval.forward_from_ns:
+                interval.forward_ns += started - interval.forward_from_ns
+                interval.forward_from_ns = 0
+            if interval.backwards == 0 and len(self.losses) < LOSSES_KEPT:
+                self._guard(self._keep_loss, tensors)
+            self._backward_depth = 1
+            entered = now()
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                left = now()
+                self._backward_depth = 0
+                interval = self.interval
+                interval.backward_ns += left - entered
+                interval.backwards += 1
+                if self._stack:
+                    self._backward_in_optimizer_ns += left - started
+                if self._watch is not None:
+                    self._remember_watch()
+                interval.own_ns += now() - left + entered - started
+
+        backward._torchdynamo_disable = True  # type: ignore[attr-defined]
+        return _like(backward, original)
+
+    def _next_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __next__(iterator: Any) -> Any:
+            if not self.live:
+                return original(iterator)
+            entered = now()
+            batch = original(iterator)
+            left = now()
+            if self.live:
+                self._guard(self._batch_arrived, batch, entered, left)
+            return batch
+
+        return _like(__next__, original)
+
+    def _batch_arrived(self, batch: Any, entered: int, left: int) -> None:
+        self._stack.clear()  # a step that raised was left behind
+        interval = self.interval
+        interval.calls += 1
+        if not torch.is_grad_enabled():
+            interval.flags |= EVALUATION
+            interval.pause_ns += left - entered
+            return
+        interval.data_ns += left - entered
+        found = describe_batch(batch)
+        if found.samples is not None:
+            interval.loader_samples += found.samples
+        if self.reading.has_embedding and found.ids is not None:
+            interval.loader_tokens += found.ids.numel()
+            real = real_tokens(found, self.reading.padding_idx)
+            if real is not None:
+                interval.real_tokens += real
+        if self._last_event is not None and not interval.backwards and not interval.forward_from_ns:
+            interval.data_dry = self._last_event.query()
+        interval.own_ns += now() - left
+
+    def _start_loader(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def __iter__(loader: Any) -> Any:
+            if not self.live:
+                return original(loader)
+            entered = now()
+            iterator = original(loader)
+            if self.live:
+                interval = self.interval
+                interval.calls += 1
+                interval.pause_ns += now() - entered
+                if torch.is_grad_enabled():
+                    interval.flags |= EPOCH
+                    self.loaders.add(loader)
+                else:
+                    interval.flags |= EVALUATION
+            return iterator
+
+        return _like(__iter__, original)
+
+    def _scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.live:
+                return original(scaler, optimizer, *args, **kwargs)
+            self.uses_autocast = True
+            before = self._events
+            result = original(scaler, optimizer, *args, **kwargs)
+            if self.live and self._events == before and not self._stack:
+                self.interval.flags |= SKIPPED
+                self._optimizer_event(optimizer, now())
+            return result
+
+        return _like(step, original)
+
+    def _flagging(self, original: Callable[..., Any], flag: int) -> Callable[..., Any]:
+        def flagged(*args: Any, **kwargs: Any) -> Any:
+            if not self.live:
+                return original(*args, **kwargs)
+            self.interval.flags |= flag
+            entered = now()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.interval.pause_ns += now() - entered
+
+        return _like(flagged, original)
+
+    # ------------------------------------------------------------------ steps
+
+    def mark(self) -> None:
+        """Ends a step by hand (`flopwise.step()`)."""
+        if not self.live:
+            return
+        started = now()
+        if self.mode != "mark":
+            self._restart("mark")
+        self.boundaries.total += 1
+        self._guard(self._boundary, started)
+
+    def _optimizer_event(self, optimizer: Any, started: int) -> None:
+        self._events += 1
+        if self.mode == "mark":
+            return
+        try:
+            if self.mode == "backward":
+                self._restart("optimizer")
+            self.mode = "optimizer"
+            key = id(optimizer)
+            identity = self._identities.get(key)
+            if identity is None:
+                identity = self._identities[key] = len(self._identities)
+                if isinstance(optimizer, torch.optim.Optimizer):
+                    self._meet(identity, optimizer)
+            settled = self.boundaries.settled
+            ends = self.boundaries.feed(identity)
+            if self.boundaries.settled != settled:
+                self._align_rows()
+            if ends:
+                self._boundary(started)
+        except StopTraining:
+            raise
+        except Exception as error:
+            self.fail(error)
+
+    def graph_replayed(self, identity: int, started: int) -> None:
+        """A CUDA graph that holds an optimizer step was replayed: that is a step."""
+        self._events += 1
+        if self.mode == "mark":
+            return
+        self.mode = "optimizer"
+        if self.boundaries.feed(-1 - identity):
+            self._guard(self._boundary, started)
+
+    def _meet(self, identity: int, optimizer: torch.optim.Optimizer) -> None:
+        if not self.optimizers and self.config.folder is not None:
+            self.patches.replace(os, "_exit", self._exit(os._exit), "os._exit")
+        self.optimizers[identity] = weakref.ref(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.device = parameter.device
+                return
+
+    def _align_rows(self) -> None:
+        """Once the cycle is known, rows that were cut at other places are replaced by as many warm-up rows."""
+        before = self.boundaries.total - (1 if self.boundaries._position == 0 else 0)
+        if len(self.rows) != before:
+            filler = self.rows[-1]._replace(flags=COUNTED, event=None) if self.rows else None
+            self.rows = [filler] * before if filler else []
+
+    def _restart(self, mode: str) -> None:
+        """A better signal for steps has appeared: what was cut by the old one is dropped."""
+        self.mode = mode
+        self.rows.clear()
+        self.boundaries = Boundaries()
+        self.phase = WARMUP
+        self._timed = 0
+        self.interval.clear()
+
+    def _backward_before_any_optimizer(self, tensors: Any, started: int) -> None:
+        """No optimizer of torch's has stepped yet: a backward that starts on fresh gradients begins a new step."""
+        if self._watch is None:
+            leaf = _first_leaf(tensors)
+            if leaf is None:
+                return
+            self.device = leaf.device
+            self._watch = (leaf, -1, -1)
+            return
+        leaf, version, grad_version = self._watch
+        grad = leaf.grad
+        fresh = grad is None or leaf._version != version or grad._version != grad_version
+        if fresh:
+            if self.mode is None:
+                self.mode = "backward"
+            self.boundaries.total += 1
+            self._boundary(started)
+
+    def _remember_watch(self) -> None:
+        assert self._watch is not None
+        if self._events:
+            self._watch = None
+            return
+        leaf = self._watch[0]
+        self._watch = (leaf, leaf._version, leaf.grad._version if leaf.grad is not None else -1)
+
+    def _keep_loss(self, tensors: Any) -> None:
+        loss = tensors[0] if isinstance(tensors, Sequence) and tensors else tensors
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self.losses.append(loss.detach())
+
+    # ------------------------------------------------------------------ the end of a step
+
+    def _boundary(self, started: int) -> None:
+        interval = self.interval
+        if self.phase == STOPPING:
+            self._stop_if_due()
+            return
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self.device))
+        counted = self.counting.step_ended()
+        frames = frames_compiled()
+        flags = interval.flags
+        if frames != self._frames:
+            self._frames = frames
+            flags |= COMPILED
+        if self.phase == MEASURING:
+            flags |= TIMED
+        row = Row(
+            end_ns=started,
+            flags=flags,
+            data_ns=interval.data_ns,
+            forward_ns=interval.forward_ns,
+            backward_ns=interval.backward_ns,
+            optimizer_ns=interval.optimizer_ns,
+            own_ns=interval.own_ns + (interval.calls + 1) * self._own_call_ns,
+            pause_ns=interval.pause_ns,
+            micro_batches=interval.backwards,
+            samples=interval.loader_samples or interval.root_samples or None,
+            tokens=interval.loader_tokens or interval.root_tokens or None,
+            real_tokens=interval.real_tokens or None,
+            shape=interval.shape(),
+            data_dry=interval.data_dry,
+            event=event,
+            found_inf=interval.found_inf,
+        )
+        interval.clear()
+        self.roots.new_interval()
+        self.rows.append(row)
+        self._last_event = event
+        if self.phase == MEASURING:
+            self._measured(row, started)
+        elif self.phase == WARMUP and not counted:
+            self._warm_up(started)
+        for observer in self.observers:
+            observer(self, row)
+        interval.own_ns += now() - started
+        if self.phase == STOPPING:
+            self._stop_if_due()
+
+    def _warm_up(self, started: int) -> None:
+        n = len(self.rows)
+        if n <= 6 or not self.roots.settled:
+            self.roots.look(n)
+            if self.roots.found:
+                self.reading = read_roots(self.roots.found)
+        if self.config.count and n >= 2 and not self.counting.tried and self.boundaries_known():
+            self.counting.begin()
+            return
+        if self._is_warm(n):
+            self.phase = MEASURING
+            self._timed_from_ns = started
+            self.interval.flags |= COUNTED  # opening the window is not the script's time
+            self.window.open()
+
+    def boundaries_known(self) -> bool:
+        """Whether it is settled what ends a step."""
+        return self.mode in ("mark", "backward") or self.boundaries.settled
+
+    def _is_warm(self, n: int) -> bool:
+        """The rule that ends the warm-up; `finish.WARMUP_RULE` says it in words."""
+        if self.config.warmup is not None:
+            return n >= self.config.warmup
+        if n < 5 or (self.config.count and not self.counting.settled) or not self.boundaries_known():
+            return False
+        last = self.rows[-3:]
+        if any(row.flags & (COMPILED | COUNTED) for row in last[1:]):
+            return False
+        spans = [b.end_ns - a.end_ns for a, b in zip(self.rows[-4:], last, strict=False)]
+        return max(spans) <= 1.25 * min(spans) or n >= 20
+
+    def _measured(self, row: Row, started: int) -> None:
+        if row.flags & (COUNTED | COMPILED | SAVE):
+            return
+        self._timed += 1
+        config = self.config
+        elapsed_s = (started - self._timed_from_ns) * 1e-9
+        if config.steps is not None:
+            done = self._timed >= config.steps
+        else:
+            done = self._timed >= config.default_steps and elapsed_s >= config.min_window_s
+            done = done or (self._timed >= FIRST_RECORD_STEPS and elapsed_s >= config.max_window_s)
+        if done:
+            self._complete()
+        elif self._first_record_due(elapsed_s):
+            self._written_at = self._timed
+            self.interval.flags |= COUNTED
+            self._write_later("partial: still measuring")
+
+    def _first_record_due(self, elapsed_s: float) -> bool:
+        if self.config.folder is None:
+            return False
+        if self._written_at == 0:
+            return self._timed >= FIRST_RECORD_STEPS or (elapsed_s >= 20 and self._timed >= 3)
+        return self._written_at <= FIRST_RECORD_STEPS and elapsed_s >= 55
+
+    def _complete(self) -> None:
+        self.window.close()
+        if self.config.stop_after:
+            self.phase = STOPPING
+            self.roots.release()
+        else:
+            self.detach()
+        self._write_later("complete")
+
+    def _stop_if_due(self) -> None:
+        """Ends the script at the step that all ranks have agreed on."""
+        if self._stop_at is None:
+            self._stop_at = finish.agree_on_last_step(self)
+        if self._stop_at is not None and self.boundaries.total >= self._stop_at:
+            self.detach()
+            raise StopTraining
+
+    # ------------------------------------------------------------------ the record
+
+    def _write_later(self, status: str) -> None:
+        """Builds and writes the record on a thread of its own, once the device has passed the last event."""
+        snapshot = finish.Snapshot.of(self, status)
+        if self.config.folder is None:
+            self.record = snapshot
+            return
+        thread = threading.Thread(
+            target=self._write, args=(snapshot,), name="flopwise-record", daemon=True
+        )
+        thread.start()
+        self._writers.append(thread)
+
+    def _write(self, snapshot: finish.Snapshot) -> None:
+        try:
+            finish.write(snapshot)
+        except Exception as error:
+            self._complain(error)
+
+    def close(self) -> None:
+        """Writes what was measured when the process ends before the measurement was complete."""
+        if os.getpid() != self.pid:
+            return
+        try:
+            for thread in self._writers:
+                thread.join(timeout=20)
+            if self.phase in (WARMUP, MEASURING) and self.live:
+                self.boundaries.close()
+                self.window.close()
+                self.detach()
+                self._write(finish.Snapshot.of(self, "partial: the script ended first"))
+        except Exception as error:
+            self._complain(error)
+
+    def _exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def _exit(status: int) -> Any:
+            self.close()
+            return original(status)
+
+        return _like(_exit, original)
+
+    def _after_fork(self) -> None:
+        """In a forked child: nothing of the parent's measurement is ours; a child that trains starts anew."""
+        self.pid = os.getpid()
+        self.rows = []
+        self._writers = []
+        self._last_event = None
+        self.interval.clear()
+        self._identities.clear()
+        self.optimizers.clear()
+        if self.phase in (MEASURING, STOPPING):
+            self.detach()
+
+    # ------------------------------------------------------------------ faults
+
+    def _guard(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls `function`; whatever it raises ends the measurement and nothing else."""
+        try:
+            function(*args)
+        except StopTraining:
+            raise
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Reports a failure of ours, takes every hook out, and lets the script go on."""
+        self.detach()
+        self._complain(error)
+
+    def _complain(self, error: BaseException) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        where = traceback.extract_tb(error.__traceback__)
+        place = f"{os.path.basename(where[-1].filename)}:{where[-1].lineno}" if where else "?"
+        try:
+            print(
+                f"flopwise: the meter failed ({type(error).__name__}: {error}; {place}) and has been taken out. "
+                "The script goes on unmeasured",
+                file=sys.stderr,
+                flush=True,
+            )
+            finish.leave_message(self, f"{type(error).__name__}: {error} ({place})")
+        except Exception:
+            pass
+
+
+def _like(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a replacement the name and the documentation of what it replaces."""
+    for attribute in ("__name__", "__qualname__", "__doc__", "__module__", "__signature__"):
+        try:
+            setattr(replacement, attribute, getattr(original, attribute))
+        except (AttributeError, TypeError):
+            continue
+    replacement.__wrapped__ = original  # type: ignore[attr-defined]
+    return replacement
+
+
+def _first_leaf(tensors: Any) -> torch.Tensor | None:
+    """Returns a leaf that the gradients of `tensors` will reach, by a walk of at most 2,000 nodes."""
+    first = tensors[0] if isinstance(tensors, Sequence) and tensors else tensors
+    todo = [getattr(first, "grad_fn", None)]
+    for _ in range(2000):
+        if not todo:
+            return None
+        node = todo.pop()
+        if node is None:
+            continue
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor) and variable.is_leaf:
+            return variable
+        todo.extend(function for function, _ in node.next_functions)
+    return None
+
+
+def _call_cost_ns() -> int:
+    """Returns what entering and leaving one Python wrapper costs here: a part of our overhead that no clock inside
+    the wrapper sees."""
+
+    def inner(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def outer(*args: Any, **kwargs: Any) -> None:
+        return inner(*args, **kwargs)
+
+    n = 200
+    started = now()
+    for _ in range(n):
+        outer(None)
+    middle = now()
+    for _ in range(n):
+        inner(None)
+    return max(0, (middle - started) - (now() - middle)) // n + _clock_cost_ns()
+
+
+def _clock_cost_ns() -> int:
+    """Returns what one read of the clock costs here."""
+    started = now()
+    for _ in range(200):
+        now()
+    return (now() - started) // 200

@@ -1,0 +1,547 @@
+"""From rank records to the run record: means over ranks, intervals, throughput, MFU, cost. Concludes, measures nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+from flopwise._version import __version__
+from flopwise.errors import NothingMeasuredError
+from flopwise.flops import mfu as utilisations
+from flopwise.hardware.accelerators import Peak, lookup, peak_of, reference_peak
+from flopwise.records import run as records
+from flopwise.records.rank import FlopCount, RankRecord, StepRow
+from flopwise.records.run import RunRecord
+from flopwise.trials.interval import mean_interval
+
+#: Share of the step that waits for data from which a job is called input-bound.
+INPUT_BOUND_FRAC = 0.2
+#: Strata shown one by one; the rest are summed.
+STRATA = 8
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the parent knows besides the rank records."""
+
+    command: list[str]
+    script: str
+    exit_code: int | None = None
+    peak: Peak | None = None  # given by the user
+    price_usd_per_hour: float | None = None
+    measured_peak: Peak | None = None  # this device's measured ceiling, where one is known
+    notes: list[str] = field(default_factory=list)
+    created: str = ""
+
+
+def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
+    """Returns the run record.
+
+    Raises:
+        NothingMeasuredError: no rank has a single interval to measure.
+    """
+    ranks = one_per_rank(ranks)
+    lead = _lead(ranks)
+    timed = {r.rank: [row for row in r.rows if row.kind == "timed"] for r in ranks}
+    ranks_timed = [r for r in ranks if timed[r.rank]]
+    means = [_mean_s(timed[r.rank]) for r in ranks_timed]
+    step_s = statistics.fmean(means)
+    steps = _steps(lead, timed[lead.rank], step_s)
+    throughput = _throughput(ranks_timed, timed, step_s, lead.counted_from)
+    own = statistics.fmean(row.own_ns for r in ranks_timed for row in timed[r.rank])
+    host = statistics.fmean(row.host_ns for r in ranks_timed for row in timed[r.rank])
+    notes = list(dict.fromkeys([*context.notes, *_notes(ranks, timed)]))
+    mfu = _mfu(ranks_timed, timed, step_s, context, notes)
+    return RunRecord(
+        schema=records.SCHEMA,
+        flopwise=__version__,
+        created=context.created or datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=context.command,
+        script=context.script,
+        exit_code=context.exit_code,
+        complete=all(r.status == "complete" for r in ranks) and len(ranks) == lead.world_size,
+        env=_env(ranks),
+        steps=steps,
+        step_s=_step_time(timed[lead.rank], step_s, lead.clock),
+        throughput=throughput,
+        mfu=mfu,
+        phases=_phases(ranks_timed, timed),
+        memory=records.Memory(
+            allocated_peak_bytes=_largest(r.allocated_peak_bytes for r in ranks),
+            reserved_peak_bytes=_largest(r.reserved_peak_bytes for r in ranks),
+            device_total_bytes=lead.device_total_bytes,
+            host_rss_peak_bytes=max(r.host_rss_peak_bytes for r in ranks),
+        ),
+        clocks=_clocks(lead),
+        energy=_energy(ranks_timed, step_s, throughput.samples_per_step),
+        cost=_cost(context.price_usd_per_hour, lead.world_size, step_s, throughput),
+        ranks=_ranks(ranks, timed, lead.world_size),
+        overhead_frac=own / host,
+        overhead=records.Overhead(
+            host_frac=own / host,
+            host_us_per_step=own / 1e3,
+            attach_s=max(r.attach_ns for r in ranks) * 1e-9,
+            method="time inside our hooks, plus the measured cost of calling them, over the host time of the timed steps",
+        ),
+        patches=lead.patches,
+        notes=notes,
+        plan=lead.plan,
+        losses=lead.losses,
+    )
+
+
+def one_per_rank(ranks: Sequence[RankRecord]) -> list[RankRecord]:
+    """Returns one record per rank, in order of rank: of several processes with one rank, the one with most steps."""
+    best: dict[int, RankRecord] = {}
+    for record in ranks:
+        other = best.get(record.rank)
+        if other is None or len(record.rows) > len(other.rows):
+            best[record.rank] = record
+    return [best[rank] for rank in sorted(best)]
+
+
+def _lead(ranks: Sequence[RankRecord]) -> RankRecord:
+    with_rows = [r for r in ranks if any(row.kind == "timed" for row in r.rows)]
+    if with_rows:
+        return with_rows[0]
+    seen = max((r.steps_seen for r in ranks), default=0)
+    if seen == 0:
+        raise NothingMeasuredError("no training step was seen: nothing to measure")
+    kinds = Counter(row.kind for r in ranks for row in r.rows)
+    held = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())
+    raise NothingMeasuredError(
+        f"{seen} training step{'s were' if seen > 1 else ' was'} seen, too few to time one: a step time needs at "
+        f"least two step ends after the warm-up{f' (intervals seen: {held})' if held else ''}. "
+        "Run it for some 10 steps or more, or give --warmup 1"
+    )
+
+
+def _mean_s(rows: Sequence[StepRow]) -> float:
+    return statistics.fmean(row.ns for row in rows) * 1e-9
+
+
+def _step_time(rows: Sequence[StepRow], mean_s: float, clock: str) -> records.StepTime:
+    values = [row.ns * 1e-9 for row in rows]
+    interval = mean_interval(values)
+    shift = mean_s - interval.mean  # the mean over ranks; the spread of the lead rank
+    ordered = sorted(values)
+    return records.StepTime(
+        mean=mean_s,
+        median=statistics.median(values),
+        ci95=(interval.low + shift, interval.high + shift),
+        p10=ordered[int(0.1 * (len(ordered) - 1))],
+        p90=ordered[int(0.9 * (len(ordered) - 1) + 0.5)],
+        source=clock,
+    )
+
+
+def _steps(lead: RankRecord, timed: Sequence[StepRow], step_s: float) -> records.Steps:
+    kinds = Counter(row.kind for row in lead.rows)
+    pauses = []
+    for kind in sorted(k for k in kinds if k not in ("timed", "warmup", "compile", "counted")):
+        rows = [row for row in lead.rows if row.kind == kind]
+        extra_s = sum(row.ns for row in rows) * 1e-9 - len(rows) * step_s
+        pauses.append(records.Pause(kind, len(rows), max(0.0, extra_s), _EVIDENCE.get(kind, "several of these")))
+    return records.Steps(
+        total=lead.steps_seen,
+        timed=len(timed),
+        # The first step has no beginning that anyone saw: it is warm-up, too.
+        dropped_warmup=kinds["warmup"] + max(0, lead.steps_seen - len(lead.rows)),
+        dropped_compile=kinds["compile"],
+        dropped_counted=kinds["counted"],
+        dropped_pause=sum(p.count for p in pauses),
+        skipped_by_scaler=sum(row.skipped for row in timed),
+        boundary=lead.boundary,
+        warmup_rule=lead.warmup_rule,
+        micro_batches=statistics.fmean(row.micro_batches for row in timed),
+        strata=_strata(timed, {f.shape: f for f in lead.flops}),
+        pauses=pauses,
+        by_hand=lead.warmup_by_hand,
+        note=None,
+    )
+
+
+_EVIDENCE = {
+    "evaluation": "a trained module ran without gradient, or was switched to eval",
+    "checkpoint": "torch.save was called",
+    "epoch_start": "a loader was started",
+}
+
+
+def _strata(timed: Sequence[StepRow], counts: dict[str, FlopCount]) -> list[records.Stratum]:
+    by_shape: dict[str, list[StepRow]] = {}
+    for row in timed:
+        by_shape.setdefault(row.shape, []).append(row)
+    total_ns = sum(row.ns for row in timed)
+    strata = [
+        records.Stratum(
+            shape=shape,
+            steps=len(rows),
+            mean_s=_mean_s(rows),
+            share_frac=sum(row.ns for row in rows) / total_ns,
+            model_flops_per_step=sum(counts[shape].needed.values()) if shape in counts else None,
+        )
+        for shape, rows in by_shape.items()
+    ]
+    strata.sort(key=lambda s: -s.share_frac)
+    if len(strata) > STRATA:
+        rest = strata[STRATA - 1 :]
+        n = sum(s.steps for s in rest)
+        strata = strata[: STRATA - 1] + [
+            records.Stratum(
+                shape=f"{len(rest)} other shapes",
+                steps=n,
+                mean_s=sum(s.mean_s * s.steps for s in rest) / n,
+                share_frac=sum(s.share_frac for s in rest),
+                model_flops_per_step=None,
+            )
+        ]
+    return strata
+
+
+def _throughput(
+    ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]], step_s: float, counted_from: str | None
+) -> records.Throughput:
+    def per_step(name: str) -> float | None:
+        total = 0.0
+        for r in ranks:
+            values = [getattr(row, name) for row in timed[r.rank]]
+            known = [v for v in values if v is not None]
+            if len(known) < len(values) / 2:
+                return None
+            total += sum(known) / len(values)
+        return total
+
+    samples, tokens, real = per_step("samples"), per_step("tokens"), per_step("real_tokens")
+    return records.Throughput(
+        steps_per_s=1 / step_s,
+        samples_per_s=samples / step_s if samples else None,
+        tokens_per_s=tokens / step_s if tokens else None,
+        real_tokens_per_s=real / step_s if real else None,
+        padding_frac=max(0.0, 1 - real / tokens) if real and tokens else None,
+        samples_per_step=samples,
+        tokens_per_step=tokens,
+        counted_from=counted_from,
+    )
+
+
+def _phases(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> records.Phases:
+    rows = [row for r in ranks for row in timed[r.rank]]
+
+    def mean(name: str) -> float:
+        return statistics.fmean(getattr(row, name) or 0 for row in rows) * 1e-9
+
+    host_s, data_s, backward_s, optimizer_s = (
+        mean(name) for name in ("host_ns", "data_ns", "backward_ns", "optimizer_ns")
+    )
+    forward_s = mean("forward_ns") if any(row.forward_ns for row in rows) else None
+    dry = [row.data_dry for row in rows if row.data_dry is not None]
+    dry_frac = statistics.fmean(dry) if dry else None
+    data_frac = data_s / host_s
+    return records.Phases(
+        data_s=data_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        optimizer_s=optimizer_s,
+        other_s=max(0.0, host_s - data_s - (forward_s or 0.0) - backward_s - optimizer_s),
+        data_frac=data_frac,
+        device_idle_at_data_frac=dry_frac,
+        verdict=_verdict(data_frac, dry_frac),
+    )
+
+
+def _verdict(data_frac: float, dry_frac: float | None) -> str | None:
+    if data_frac < INPUT_BOUND_FRAC:
+        return None
+    share = f"{100 * data_frac:.0f} % of the step the script waits for data"
+    if dry_frac is None:
+        return f"input-bound: {share}"
+    if dry_frac >= 0.5:
+        return f"input-bound: {share}, and the device had run dry at {100 * dry_frac:.0f} % of these waits"
+    return f"{share}, but the device still had work at {100 * (1 - dry_frac):.0f} % of these waits"
+
+
+def _mfu(
+    ranks: Sequence[RankRecord],
+    timed: dict[int, list[StepRow]],
+    step_s: float,
+    context: Context,
+    notes: list[str],
+) -> records.Mfu:
+    lead = ranks[0]
+    peak, dtype_peaks, why = _peak(lead, context, notes)
+    work = [_rank_work(r, timed[r.rank]) for r in ranks]
+    counts = lead.flops
+    reason = next((w.reason for w in work if w.reason), None)
+    if reason is None and len(ranks) < lead.world_size:
+        reason = f"{lead.world_size - len(ranks)} of {lead.world_size} ranks have no record"
+    coverage = min(counts, key=lambda c: c.coverage_frac) if counts else None
+    return utilisations.utilisation(
+        needed=_sum(w.needed for w in work),
+        needed_causal=_sum(w.needed_causal for w in work),
+        executed=_sum(w.executed for w in work),
+        step_s=statistics.fmean(w.step_s for w in work) if all(w.step_s for w in work) else step_s,
+        step_ci95=_step_time(timed[lead.rank], step_s, lead.clock).ci95,
+        devices=len(ranks),
+        peak=None
+        if peak is None
+        else utilisations.ReferencePeak(peak.flops_per_s, peak.dtype, peak.source, peak.kind),
+        dtype_peaks=dtype_peaks,
+        measured_ceiling_flops_per_s=context.measured_peak.flops_per_s if context.measured_peak else None,
+        coverage_frac=coverage.coverage_frac if coverage else None,
+        coverage_basis=coverage.coverage_basis if coverage else None,
+        uncovered=coverage.uncovered if coverage else [],
+        largest_terms=_largest_terms(counts),
+        counted_by=", ".join(dict.fromkeys(c.method for c in counts)) or None,
+        cross_check=next((c.cross_check for c in counts if c.cross_check), None),
+        reason=reason or why,
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    needed: dict[str, float]
+    needed_causal: dict[str, float]
+    executed: dict[str, float]
+    step_s: float
+    reason: str | None
+
+
+def _rank_work(rank: RankRecord, rows: Sequence[StepRow]) -> _Work:
+    """Returns one rank's FLOPs per step and the step time they belong to, over the steps whose shape was counted."""
+    counts = {f.shape: f for f in rank.flops}
+    if not counts:
+        return _Work({}, {}, {}, 0.0, _first(rank.notes, "FLOPs not counted") or "FLOPs were not counted")
+    graph = rank.boundary == "graph replay"
+    if graph or len({row.shape for row in rows}) == 1:
+        only = counts.get(rows[0].shape) or (next(iter(counts.values())) if graph or len(counts) == 1 else None)
+        pairs = [(row, only) for row in rows] if only is not None else []
+        if only is not None and not graph and only.shape != rows[0].shape:
+            pairs = []
+    else:
+        pairs = [(row, counts[row.shape]) for row in rows if row.shape in counts]
+    if not pairs:
+        return _Work({}, {}, {}, 0.0, f"no timed step had the input shape that was counted ({', '.join(counts)})")
+    n = len(pairs)
+
+    def total(name: str) -> dict[str, float]:
+        summed: dict[str, float] = {}
+        for row, count in pairs:
+            if count is not None and not row.skipped:
+                for dtype, flops in getattr(count, name).items():
+                    summed[dtype] = summed.get(dtype, 0.0) + flops / n
+        return summed
+
+    return _Work(
+        total("needed"),
+        total("needed_causal"),
+        total("executed"),
+        statistics.fmean(row.ns for row, _ in pairs) * 1e-9,
+        None,
+    )
+
+
+def _peak(
+    lead: RankRecord, context: Context, notes: list[str]
+) -> tuple[Peak | None, dict[str, float], str | None]:
+    """Returns the reference peak of one device, the peaks by dtype, and why there is none."""
+    if lead.device_type != "cuda":
+        if context.peak is not None:
+            return context.peak, {context.peak.dtype: context.peak.flops_per_s} if context.peak.dtype else {}, None
+        if context.measured_peak is None:
+            return None, {}, f"no peak is known for this {lead.device_type}: measure one with flopwise ceilings, or give --peak"
+        return context.measured_peak, {}, None
+    telemetry = lead.telemetry
+    match = lookup(
+        lead.device_name or "",
+        memory_bytes=lead.device_total_bytes,
+        sm_count=telemetry.sm_count,
+        mig=telemetry.mig,
+        power_limit_w=telemetry.power_limit_w,
+        power_limit_default_w=telemetry.power_limit_default_w,
+    )
+    notes += [w for w in match.warnings if w not in notes]
+    by_dtype = {}
+    if match.row is not None:
+        for dtype in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "int8"):
+            value = peak_of(match.row, dtype)
+            if value is not None:
+                by_dtype[dtype] = value
+    if context.peak is not None:
+        return context.peak, by_dtype, None
+    peak = reference_peak(match)
+    return peak, by_dtype, None if peak is not None else match.reason
+
+
+def _largest_terms(counts: Sequence[FlopCount]) -> list[tuple[str, float]]:
+    by_op: dict[str, float] = {}
+    for count in counts:
+        for op, flops in count.by_op.items():
+            by_op[op] = max(by_op.get(op, 0.0), float(flops))
+    return sorted(by_op.items(), key=lambda item: -item[1])[:3]
+
+
+def _sum(parts: Any) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for dtype, flops in part.items():
+            total[dtype] = total.get(dtype, 0.0) + flops
+    return total
+
+
+def _clocks(lead: RankRecord) -> records.Clocks:
+    t = lead.telemetry
+    return records.Clocks(
+        sm_mhz=t.sm_mhz,
+        sm_max_mhz=t.sm_max_mhz,
+        memory_mhz=t.memory_mhz,
+        temperature_c=t.temperature_c,
+        power_limit_w=t.power_limit_w,
+        power_limit_default_w=t.power_limit_default_w,
+        throttle=t.throttle,
+        note=None if t.sm_mhz is not None else "not measured",
+    )
+
+
+def _energy(ranks: Sequence[RankRecord], step_s: float, samples: float | None) -> records.Energy:
+    boundary = "GPU boards only (NVML energy counters): no CPU, memory, network, cooling or power supply loss"
+    reasons = [r.telemetry.reason or "not measured" for r in ranks if not r.telemetry.energy_j]
+    if reasons:
+        return records.Energy(None, None, None, None, boundary, reasons[0])
+    watts = sum((r.telemetry.energy_j or 0.0) / (r.telemetry.window_s or 1.0) for r in ranks)
+    return records.Energy(
+        watts=watts,
+        j_per_sample=watts * step_s / samples if samples else None,
+        j_per_step=watts * step_s,
+        window_s=min(r.telemetry.window_s or 0.0 for r in ranks),
+        boundary=boundary,
+        reason=None,
+    )
+
+
+def _cost(
+    price: float | None, devices: int, step_s: float, throughput: records.Throughput
+) -> records.Cost:
+    if price is None:
+        return records.Cost(None, None, None, None, "no price given (--price USD per device-hour)")
+    per_s = price * devices / 3600
+
+    def per_million(rate: float | None) -> float | None:
+        return per_s / rate * 1e6 if rate else None
+
+    return records.Cost(
+        usd_per_device_hour=price,
+        usd_per_1k_steps=per_s * step_s * 1000,
+        usd_per_m_tokens=per_million(throughput.tokens_per_s),
+        usd_per_m_samples=per_million(throughput.samples_per_s),
+        price_source="--price",
+    )
+
+
+def _env(ranks: Sequence[RankRecord]) -> records.Env:
+    lead = ranks[0]
+    return records.Env(
+        gpus=[r.device_name for r in ranks if r.device_name],
+        torch=lead.torch,
+        cuda=lead.cuda,
+        nccl=lead.nccl,
+        driver=lead.telemetry.driver,
+        python=lead.python,
+        device_type=lead.device_type,
+        cpu=cpu_model(),
+        cpu_threads=lead.cpu_threads,
+        cpu_cores=lead.cpu_cores,
+        host=lead.host,
+    )
+
+
+def cpu_model() -> str:
+    """Returns the CPU's model name."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as stream:
+            found = re.search(r"^model name\s*:\s*(.+)$", stream.read(), re.MULTILINE)
+        if found:
+            return found.group(1).strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _ranks(
+    ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]], world: int
+) -> list[records.RankSummary]:
+    rows = []
+    for r in ranks:
+        steps = timed[r.rank]
+        rows.append(
+            records.RankSummary(
+                rank=r.rank,
+                host=r.host,
+                device=r.device_name or "CPU",
+                pid=r.pid,
+                steps=len(steps),
+                step_s_mean=_mean_s(steps) if steps else 0.0,
+                data_s=statistics.fmean(row.data_ns for row in steps) * 1e-9 if steps else 0.0,
+                status=r.status,
+            )
+        )
+    present = {r.rank for r in ranks}
+    rows += [
+        records.RankSummary(rank, "", "", 0, 0, 0.0, 0.0, "missing") for rank in range(world) if rank not in present
+    ]
+    return sorted(rows, key=lambda row: row.rank)
+
+
+def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list[str]:
+    notes = []
+    lead = _lead(ranks)
+    for r in ranks:
+        notes += r.notes
+        if r.status != "complete":
+            notes.append(f"rank {r.rank}: {r.status}")
+    if not any(row.kind == "warmup" for row in lead.rows) or len(timed[lead.rank]) < 10:
+        notes.append(f"only {len(timed[lead.rank])} steps were timed: the interval is wide, and warm-up may be in it")
+    present = len(ranks)
+    if present < lead.world_size:
+        notes.append(f"{lead.world_size - present} of {lead.world_size} ranks left no record")
+    skipped = sum(row.skipped for row in timed[lead.rank])
+    if skipped:
+        notes.append(
+            f"{skipped} of {len(timed[lead.rank])} timed steps were skipped by the GradScaler: their time counts, their FLOPs do not"
+        )
+    shapes = {row.shape for row in timed[lead.rank]}
+    counted = {f.shape for f in lead.flops}
+    if len(shapes) > 1 and counted:
+        known = sum(row.shape in counted for row in timed[lead.rank])
+        if known < len(timed[lead.rank]):
+            notes.append(
+                f"{len(shapes)} input shapes; FLOPs were counted for {len(shapes & counted)} of them: "
+                f"MFU stands for {known} of {len(timed[lead.rank])} timed steps"
+            )
+    return notes
+
+
+def _largest(values: Any) -> int | None:
+    known = [v for v in values if v is not None]
+    return max(known) if known else None
+
+
+def _first(notes: Sequence[str], start: str) -> str | None:
+    return next((note for note in notes if note.startswith(start)), None)
+
+
+def threads_of(ranks: Sequence[RankRecord]) -> int:
+    """Returns the CPU threads that one rank used."""
+    return ranks[0].cpu_threads
+
+
+def hostname() -> str:
+    """Returns this machine's name."""
+    return os.uname().nodename
