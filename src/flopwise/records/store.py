@@ -1,10 +1,14 @@
-"""Reading and writing records: atomic writes, typed and strict reads, one clear error for anything damaged."""
+"""Reading and writing records.
+
+Writes are atomic, reads typed and strict, and anything damaged is one clear error.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -16,8 +20,31 @@ T = TypeVar("T")
 
 
 def encode(record: Any) -> str:
-    """Returns a record (a dataclass) as indented JSON. NaN and infinity are refused: they are not numbers."""
-    return json.dumps(dataclasses.asdict(record), indent=1, allow_nan=False) + "\n"
+    """Returns a record (a dataclass) as indented JSON in ASCII.
+
+    A byte of a file name that is not text (a lone surrogate) is written as an escape, because
+    JSON cannot hold it.
+
+    Raises:
+        RecordError: a number is NaN or infinite, which is no number; the field is named.
+    """
+    return json.dumps(_plain(dataclasses.asdict(record), ""), indent=1, allow_nan=False) + "\n"
+
+
+def _plain(value: Any, where: str) -> Any:
+    """Returns `value` with nothing in it that JSON lacks; `where` is its field, for the error."""
+    if isinstance(value, dict):
+        return {
+            _plain(key, where): _plain(item, f"{where}.{key}" if where else str(key))
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{where}[{at}]") for at, item in enumerate(value)]
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecordError(f"{where} is {value}, which a record cannot hold; nothing was written")
+    return value
 
 
 def write(path: Path, record: Any) -> None:
@@ -46,13 +73,15 @@ def write_text(path: Path, text: str) -> None:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+        if not isinstance(error, OSError):
+            raise
         raise RunFolderError(
-            f"{path}: cannot be written ({error.strerror or error}). Nothing was left half-written; "
-            "choose another folder with --out, or make room"
+            f"{path}: cannot be written ({error.strerror or error}). "
+            "Nothing was left half-written; choose another folder with --out, or make room"
         ) from error
 
 
@@ -60,7 +89,8 @@ def read(path: Path, kind: type[T], schema: str) -> T:
     """Returns the record stored at `path`, checked field by field.
 
     Raises:
-        RecordError: missing, not JSON, of another schema or version, or with a field of the wrong type.
+        RecordError: missing, not JSON, of another schema or version, or with a field of the wrong
+            type.
     """
     try:
         data = path.read_bytes()
@@ -77,19 +107,39 @@ def decode(data: bytes, kind: type[T], schema: str, where: str) -> T:
     """
     import msgspec
 
-    @dataclasses.dataclass
-    class Head:
-        schema: str = ""
+    seen = schema_of(data, where)
+    if seen != schema:
+        raise RecordError(
+            f"{where}: schema {seen[:60]!r}, this flopwise reads {schema!r}. "
+            "It was written by another version, or it is another kind of file"
+        )
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RecordError(_damaged(where, error)) from error
+
+
+def schema_of(data: bytes, where: str) -> str:
+    """Returns what `data` says its schema is, "" where it says nothing; `where` names it in errors.
+
+    Raises:
+        RecordError: not a JSON object.
+    """
+    import msgspec
 
     try:
-        head = msgspec.json.decode(data, type=Head)
-        if head.schema == schema:
-            return msgspec.json.decode(data, type=kind)
+        return msgspec.json.decode(data, type=_Head).schema
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RecordError(
-            f"{where}: not a readable record ({error}). It may have been cut short or edited; run again to replace it"
-        ) from error
-    raise RecordError(
-        f"{where}: schema {head.schema[:60]!r}, this flopwise reads {schema!r}. "
-        "It was written by another version, or it is another kind of file"
+        raise RecordError(_damaged(where, error)) from error
+
+
+@dataclasses.dataclass
+class _Head:
+    schema: str = ""
+
+
+def _damaged(where: str, error: Exception) -> str:
+    return (
+        f"{where}: not a readable record ({error}). It may have been cut short or edited; "
+        "run again to replace it"
     )

@@ -1,0 +1,133 @@
+"""The lines of a tune report: before, after, every fix that was tried, the proof, the plan."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+
+from flopwise.records.verdict import Comparison, Proof, Trial, TuneRecord
+from flopwise.reports import figures
+from flopwise.reports.run import command_line
+from flopwise.reports.screen import Column, Piece, Screen
+
+_VERDICT_STYLES = {"kept": "bold green", "not kept": "yellow", "declined": "dim"}
+
+
+def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
+    """Draws the whole report."""
+    facts: list[Piece] = [f"took {figures.duration(record.wall_s)}"]
+    if record.aa_spread_frac is not None:
+        facts.append(f"A/A ± {figures.percent(record.aa_spread_frac)}")
+    screen.heading((command_line(record.command, "tune"), "bold"), facts)
+    screen.blank()
+    screen.flow("before", _side(record.baseline_step_s, record.baseline_mfu))
+    screen.flow("after", _side(record.final_step_s, record.final_mfu))
+    screen.flow("proof", _proof(record), style="bold")
+    screen.flow("A/A control", _control(record))
+    screen.blank()
+    _trials(screen, record.trials)
+    screen.blank()
+    for note in record.notes:
+        screen.flow("note", [note])
+    screen.blank()
+    if record.plan is not None:
+        plan = shlex.join(["flopwise", "run", "--plan", record.plan])
+        screen.flow("take home", [f"{plan} {shlex.join(_script_words(record))}"])
+    screen.flow("saved", [*([record.plan] if record.plan is not None else []), *saved])
+    screen.flow("measured", [f"{record.created} by flopwise {record.flopwise}"])
+
+
+def _script_words(record: TuneRecord) -> list[str]:
+    """Returns the script with its own arguments, as they stood on the command line."""
+    if record.script not in record.command:
+        return [record.script]
+    at = record.command.index(record.script)
+    return record.command[at - 1 if at and record.command[at - 1] == "-m" else at :]
+
+
+def _side(step_s: float | None, mfu: float | None) -> list[Piece]:
+    if step_s is None:
+        return ["not measured"]
+    share = "MFU not given" if mfu is None else f"{figures.percent(mfu)} MFU"
+    return [(figures.duration(step_s), "bold"), share]
+
+
+def _proof(record: TuneRecord) -> list[Piece]:
+    proof = record.proof
+    if proof is None:
+        return ["not run" if record.kept else "none: no fix was kept"]
+    sure = proof.comparison.outcome == "faster"
+    return [
+        (_outcome(proof.comparison), "bold green" if sure else "bold yellow"),
+        f"{figures.counted(proof.processes_per_arm, 'fresh process', 'fresh processes')} an arm",
+        *_losses(proof),
+        "exit codes equal" if proof.exit_codes_equal else ("exit codes differ", "bold red"),
+    ]
+
+
+def _outcome(comparison: Comparison) -> str:
+    """Returns a comparison in one breath: outcome, ratio with interval, and what it means."""
+    ratio = f"t_new / t_old {figures.ratio(comparison.ratio, comparison.ci95)}"
+    if comparison.outcome in ("faster", "slower"):
+        return f"{comparison.outcome}: {figures.speed(comparison.ratio)}, {ratio}"
+    return f"{comparison.outcome}: {ratio}"
+
+
+def _losses(proof: Proof) -> list[Piece]:
+    if proof.first_loss_old is None or proof.first_loss_new is None:
+        return []
+    return [f"first loss {proof.first_loss_old:.6g} -> {proof.first_loss_new:.6g}"]
+
+
+def _control(record: TuneRecord) -> list[Piece]:
+    if record.aa is None:
+        return ["not run"]
+    false_alarm = record.aa.outcome in ("faster", "slower")
+    items: list[Piece] = [(_outcome(record.aa), "bold red" if false_alarm else "")]
+    if false_alarm:
+        items.append(("two equal arms differ: the verdicts below are not trusted", "bold red"))
+    return items
+
+
+def _trials(screen: Screen, trials: Sequence[Trial]) -> None:
+    if not trials:
+        screen.line("no fix was tried")
+        return
+    columns = [
+        Column("fix"),
+        Column("verdict"),
+        Column("t_new / t_old (95 %)", right=True),
+        Column("numerics", drop=1),
+        Column("why", tail=True),
+    ]
+    screen.table(columns, [_row(trial) for trial in trials])
+
+
+def _row(trial: Trial) -> list[Piece]:
+    return [
+        f"{trial.fix} {trial.name}",
+        (trial.verdict, _VERDICT_STYLES.get(trial.verdict, "")),
+        "-" if trial.ratio is None else figures.ratio(trial.ratio, trial.ci95),
+        _numerics(trial),
+        _why(trial),
+    ]
+
+
+def _numerics(trial: Trial) -> Piece:
+    if trial.parity is None:
+        return "-"
+    if trial.parity.passed:
+        return trial.parity.numerics
+    return (f"{trial.parity.numerics}: failed", "bold red")
+
+
+def _why(trial: Trial) -> str:
+    parts = [trial.reason]
+    if trial.setting:
+        parts.append(", ".join(f"{key}={value}" for key, value in trial.setting.items()))
+    if trial.comparison is not None and trial.comparison.outcome == "not shown":
+        least = figures.percent(trial.comparison.minimum_detectable_frac)
+        parts.append(f"a gain of {least} would have shown")
+    if trial.parity is not None and not trial.parity.passed:
+        parts.append(trial.parity.detail)
+    return "; ".join(part for part in parts if part)

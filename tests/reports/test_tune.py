@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import dataclasses
+
+from flopwise.reports.terminal import render_tune
+
+
+def lines(record):
+    return render_tune(record, width=160, color=False).splitlines()
+
+
+def with_proof(record, outcome, ratio, **changes):
+    comparison = dataclasses.replace(
+        record.proof.comparison, outcome=outcome, ratio=ratio, **changes
+    )
+    return dataclasses.replace(
+        record, proof=dataclasses.replace(record.proof, comparison=comparison)
+    )
+
+
+def proof(record):
+    return next(text for text in lines(record) if text.startswith("  proof"))
+
+
+def test_a_gain_that_was_not_shown_is_not_called_faster(sample):
+    record = with_proof(sample("tune"), "not shown", 0.991, ci95=(0.973, 1.009))
+    assert proof(record).startswith(
+        "  proof       not shown: t_new / t_old 0.9910 (0.9730 to 1.0090)"
+    )
+    assert "as fast" not in "".join(lines(record))
+
+
+def test_slower_says_how_much_longer(sample):
+    record = with_proof(sample("tune"), "slower", 1.5, ci95=(1.4, 1.6))
+    assert proof(record).startswith("  proof       slower: 1.50x as long, t_new / t_old 1.5000")
+
+
+def test_control_that_fails_takes_the_trust_away(sample):
+    record = sample("tune")
+    alarm = dataclasses.replace(record.aa, outcome="faster", ratio=0.97, ci95=(0.96, 0.98))
+    text = "\n".join(lines(dataclasses.replace(record, aa=alarm)))
+    assert "two equal arms differ: the verdicts below are not trusted" in text
+    assert "not trusted" not in "\n".join(lines(record))
+
+
+def test_proof_that_did_not_run_is_told_from_nothing_to_prove(sample):
+    record = dataclasses.replace(sample("tune"), proof=None)
+    assert proof(record) == "  proof       not run"
+    assert proof(sample("tune_nothing")) == "  proof       none: no fix was kept"
+
+
+def test_take_home_line_repeats_the_script_with_its_arguments(sample):
+    record = sample("tune")
+    wanted = "  take home   flopwise run --plan runs/t1/plan.toml train_gpt.py --batch-size 16"
+    assert wanted in lines(record)
+    module = dataclasses.replace(
+        record, script="pkg.train", command=["flopwise", "tune", "-m", "pkg.train", "--lr", "1"]
+    )
+    assert "  take home   flopwise run --plan runs/t1/plan.toml -m pkg.train --lr 1" in lines(
+        module
+    )
+    assert not any("take home" in text for text in lines(sample("tune_nothing")))
+
+
+def test_nothing_tried_is_said(sample):
+    assert "  no fix was tried" in lines(dataclasses.replace(sample("tune"), trials=[]))
