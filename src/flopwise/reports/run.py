@@ -166,8 +166,10 @@ def _rate(mfu: Mfu) -> list[Piece]:
 
 def _interval(record: RunRecord) -> str:
     time = record.step_s
-    if record.steps.timed < 2:
-        return f"{figures.duration(time.mean)}, too few steps for an interval"
+    if time.ci95 is None:
+        return f"{figures.duration(time.mean)}, one step, so no interval"
+    if time.ci95 is None:
+        return f"{figures.duration(time.mean)} (one step: no interval)"
     return f"{figures.plus_minus(time.mean, time.ci95)} (95 %)"
 
 
