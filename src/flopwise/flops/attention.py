@@ -158,7 +158,8 @@ def _flex(call: Call, backward: bool) -> Cost:
     shared = math.prod(blocks[0].shape[:-1])
     visible = sum(sum(b.values or ()) for b in blocks) * area // shared
     cost = heads.cost(full, min(full, visible), backward)
-    return Cost(cost.needed, cost.needed_causal, cost.executed, "flex_attention: block sparse")
+    note = "flex_attention: block sparse" if visible < full else None
+    return Cost(cost.needed, cost.needed_causal, cost.executed, note)
 
 
 def _block(batch: int, t_q: int, t_k: int, width: int) -> int:
@@ -209,7 +210,8 @@ def _window(call: Call) -> tuple[int, int]:
 
 
 def _cumulative(call: Call, side: str) -> Operand | None:
-    return call.maybe(f"cum_seq_{side}", f"cu_seqlens_{side}", f"cu_seq_{side}")
+    ends = call.maybe(f"cum_seq_{side}", f"cu_seqlens_{side}", f"cu_seq_{side}")
+    return ends if ends is not None and ends.numel else None
 
 
 def _is_packed(call: Call) -> bool:

@@ -74,22 +74,18 @@ def utilisation(
         return _record(demand, reference, f"{reason}; MFU is left out", achieved=achieved)
 
     weighted = _ideal_frac(demand.needed, seconds, reference)
-    weighted_causal = _ideal_frac(demand.needed_causal, seconds, reference)
     reasons = [_coverage(demand)]
-    if _impossible(causal / seconds / peak, weighted_causal, demand.needed_causal, reference):
-        worst = max(causal / seconds / peak, weighted_causal or 0.0)
+    worst = _beyond(demand.needed_causal, seconds, reference) or _beyond(
+        _surely_executed(demand), seconds, reference
+    )
+    if worst:
         reasons.insert(0, _refusal(worst, demand, step_s, ci95))
         return _record(demand, reference, _joined(reasons))
-    full_fits = not _impossible(achieved / peak, weighted, demand.needed, reference)
-    if not full_fits:
-        reasons.insert(0, _convention(achieved / peak, weighted))
-    executed = sum(demand.executed.values()) / seconds / peak
-    executed_weighted = _ideal_frac(demand.executed, seconds, reference)
-    hfu_fits = not _impossible(executed, executed_weighted, demand.executed, reference)
-    if full_fits and not hfu_fits:
-        reasons.append(
-            f"HFU {executed:.3g} is left out: it counts masked attention as executed, which this kernel skips"
-        )
+    full, hfu = (_beyond(d, seconds, reference) for d in (demand.needed, demand.executed))
+    if full:
+        reasons.insert(0, _convention("MFU", full))
+    elif hfu:
+        reasons.insert(0, _convention("HFU", hfu))
     if weighted is None:
         missing = sorted(set(_used(demand.needed)) - set(reference.by_dtype))
         reasons.append(f"not weighted by dtype: no peak known for {', '.join(missing)}")
@@ -97,11 +93,11 @@ def utilisation(
         demand,
         reference,
         _joined(reasons),
-        value=achieved / peak if full_fits else None,
+        value=None if full else achieved / peak,
         value_causal=causal / seconds / peak,
-        weighted=weighted if full_fits else None,
-        hfu=executed if hfu_fits else None,
-        achieved=achieved if full_fits else None,
+        weighted=None if full else weighted,
+        hfu=None if hfu else sum(demand.executed.values()) / seconds / peak,
+        achieved=None if full else achieved,
     )
 
 
@@ -133,13 +129,27 @@ def _ideal_frac(counts: Mapping[str, int], seconds: float, reference: Reference)
     return sum(counts[dtype] / peaks[dtype] for dtype in _used(counts)) / seconds
 
 
-def _impossible(
-    value: float, weighted: float | None, counts: Mapping[str, int], reference: Reference
-) -> bool:
-    """Returns whether the device cannot have done this: weighted above 1, or above the fastest dtype that ran."""
+def _beyond(counts: Mapping[str, int], seconds: float, reference: Reference) -> float | None:
+    """Returns the utilisation if the device cannot have done this, None if it can.
+
+    It cannot when the dtype-weighted share is above 1, or the share of the reference peak is above that of the
+    fastest dtype that ran (an 8-bit run may pass 1, a 16-bit run may not).
+    """
     peak = reference.flops_per_s or math.nan
+    value = sum(counts.values()) / seconds / peak
     fastest = max((reference.by_dtype.get(d, peak) for d in _used(counts)), default=peak)
-    return value > max(1.0, fastest / peak) or (weighted is not None and weighted > 1)
+    weighted = _ideal_frac(counts, seconds, reference) or 0.0
+    return max(value, weighted) if value > max(1.0, fastest / peak) or weighted > 1 else None
+
+
+def _surely_executed(demand: Demand) -> dict[str, int]:
+    """Returns the executed FLOPs without any that a masked kernel may have skipped.
+
+    Those are the masked part of the needed ones, and up to a quarter more that the backward pass computes again
+    (five products for four, see flops.attention).
+    """
+    masked = {d: n - demand.needed_causal.get(d, 0) for d, n in demand.needed.items()}
+    return {d: max(0, n - masked.get(d, 0) * 5 // 4) for d, n in demand.executed.items()}
 
 
 def _refusal(worst: float, demand: Demand, step_s: float, ci95: tuple[float, float] | None) -> str:
@@ -157,10 +167,10 @@ def _refusal(worst: float, demand: Demand, step_s: float, ci95: tuple[float, flo
     return text + ". Not reported"
 
 
-def _convention(value: float, weighted: float | None) -> str:
-    worst = max(value, weighted or 0.0)
+def _convention(name: str, worst: float) -> str:
+    """Returns the message for a value that only the convention makes impossible."""
     return (
-        f"with attention counted full MFU would be {worst:.3g}, which is impossible: the kernel skips the masked "
+        f"with attention counted full {name} would be {worst:.3g}, which is impossible: the kernel skips the masked "
         "scores. The mask-aware value stands"
     )
 

@@ -1,0 +1,126 @@
+"""Counts the FLOPs of one training step, from its real ops, from a CUDA graph's capture or from fake tensors."""
+
+from __future__ import annotations
+
+from flopwise.errors import AttachError
+from flopwise.meter import count_stack
+from flopwise.meter.count_mode import OpCounter
+from flopwise.meter.count_roles import BACKWARD, FORWARD, Roles
+from flopwise.meter.count_tally import merged
+from flopwise.records.rank import FlopCount
+
+__all__ = ["CaptureCounter", "StepCounter", "combine"]
+
+
+class StepCounter:
+    """Counts the ops of one real step: forward, backward, optimizer; same kernels, same random numbers, same bits.
+
+    Code that torch.compile would run compiled runs eagerly while it counts, so a compiled model rather wants
+    `count_fake`. Kernels that Python or C++ launches past torch's dispatcher are not seen (Triton's are noticed).
+    """
+
+    _method = "eager step"
+    _capturing = False
+
+    def __init__(self, shape: str, time_ops: bool = True) -> None:
+        self._shape = shape
+        self._timed = time_ops
+        self._mode: OpCounter | None = None
+        self._roles = Roles()
+        self._stance: object = None
+
+    def start(self) -> None:
+        """Begins to count the ops of this thread, and of the backward passes that it starts.
+
+        Raises:
+            AttachError: already counting; inside compiled code; or a hook that this leans on is missing.
+        """
+        if self._mode is not None:
+            raise AttachError("this counter is already counting a step: stop it first")
+        stance = count_stack.force_eager()
+        mode = OpCounter(self._roles, self._timed, self._capturing)
+        try:
+            self._roles.install()
+            count_stack.insert(mode)
+        except BaseException:
+            self._roles.remove()
+            count_stack.restore(stance)
+            raise
+        mode.launches.install()
+        self._stance, self._mode = stance, mode
+
+    def stop(self) -> FlopCount:
+        """Returns the FLOPs of the ops since `start`, and leaves everything as it was.
+
+        Raises:
+            AttachError: not counting; the mode was taken off by others; or the ops seen cannot have been a step.
+        """
+        mode, problem = self._detach()
+        if mode is None:
+            raise AttachError("this counter is not counting")
+        if problem is not None:
+            raise problem
+        mode.tally.samples += mode.launches.samples
+        count = mode.tally.count(self._shape, self._method)
+        self._check(mode)
+        return count
+
+    def abandon(self) -> None:
+        """Leaves a count that is under way. Never raises."""
+        self._detach()
+
+    def _detach(self) -> tuple[OpCounter | None, AttachError | None]:
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return None, None
+        mode.active = False  # should it still stand on some stack, it only passes ops on
+        problem: AttachError | None = None
+        for undo in (
+            mode.launches.remove,
+            lambda: count_stack.remove(mode),
+            self._roles.remove,
+            lambda: count_stack.restore(self._stance),
+        ):
+            try:
+                undo()
+            except AttachError as error:
+                problem = error
+            except Exception as error:
+                problem = AttachError(
+                    f"the counter could not be taken off cleanly ({type(error).__name__}: {error})"
+                )
+        self._stance = None
+        return mode, problem
+
+    def _check(self, mode: OpCounter) -> None:
+        """Refuses a count that misses the forward pass: half a number is a wrong number."""
+        roles = mode.tally.by_role
+        if roles[BACKWARD] and not roles[FORWARD]:
+            raise AttachError(
+                "a backward pass was seen but not its forward pass, which ran on another thread (nn.DataParallel), "
+                "in compiled code or in a replayed CUDA graph"
+            )
+
+
+class CaptureCounter(StepCounter):
+    """Counts the ops issued while a CUDA graph is captured; their FLOPs belong to each of its replays.
+
+    Start it when the capture begins and stop it when it ends. Nothing is timed, read or launched in between.
+    """
+
+    _method = "graph capture"
+    _capturing = True
+
+    def __init__(self, shape: str) -> None:
+        super().__init__(shape, time_ops=False)
+
+    def _check(self, mode: OpCounter) -> None:
+        """Accepts a graph of a backward pass alone (`torch.cuda.make_graphed_callables`)."""
+
+
+def combine(shape: str, method: str, counts: list[FlopCount]) -> FlopCount:
+    """Returns the sum of several counts: graphs that were replayed in a step and what ran beside them.
+
+    The coverage is the lowest of them. Name a graph as often as it was replayed.
+    """
+    return merged(shape, method, counts)
