@@ -1,0 +1,154 @@
+"""A training loop of a chosen step time, metered or bare: what overhead is measured on.
+
+The step is a plain one: a loader, a residual net, a loss, `backward`, AdamW. Its depth is chosen by
+timing, so that the step takes about the wanted time on the machine at hand. Up to 20 ms the layers
+are so small that a GPU waits for the host, where a meter costs most; above, the host waits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+WARMUP_STEPS = 6  # the meter's warm-up: roots found, FLOPs counted
+WASHOUT_STEPS = 10  # dropped at the head of every block, with the meter or without
+
+
+class Block(NamedTuple):
+    """Means of one block of steps."""
+
+    step_s: float  # wall time
+    cpu_s: float  # time on CPUs of this process: blind to neighbours, and to a device
+
+
+class Ready(IterableDataset):  # type: ignore[type-arg]
+    """Batches that are ready, without end: the loader's own cost is the smallest it can be."""
+
+    def __init__(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return itertools.cycle(self.batches)
+
+
+class Residual(nn.Module):
+    """x + W2 gelu(W1 norm(x))."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Loop:
+    """One training loop: `run(n)` makes n steps."""
+
+    def __init__(self, device: str, width: int, batch: int, depth: int) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        layers = [Residual(width) for _ in range(depth)]
+        self.model = nn.Sequential(*layers, nn.Linear(width, 10)).to(device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        batches = [
+            (
+                torch.randn(batch, width, device=device),
+                torch.randint(0, 10, (batch,), device=device),
+            )
+            for _ in range(4)
+        ]
+        self.loader = DataLoader(Ready(batches), batch_size=None)
+
+    def run(self, batches: Iterator[Any], steps: int) -> None:
+        """Makes `steps` training steps."""
+        for _ in range(steps):
+            inputs, labels = next(batches)
+            loss = F.cross_entropy(self.model(inputs), labels)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            self.optimizer.step()
+
+    def wait(self) -> None:
+        """Waits until the device has done what was issued."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def block(self, steps: int, meter: Meter | None = None) -> Block:
+        """Returns the mean step of one block, device and host included.
+
+        Wash-out steps come first; the device is waited for at the block's two edges, nowhere else.
+        A meter is attached before the wash-out, times when the block begins, and is taken out
+        after it.
+        """
+        if meter is not None:
+            meter.attach()
+        batches = iter(self.loader)
+        self.run(batches, WASHOUT_STEPS)
+        if meter is not None:
+            meter.check_timing()
+        self.wait()
+        began, began_cpu = time.perf_counter(), time.process_time()
+        self.run(batches, steps)
+        self.wait()
+        ended, ended_cpu = time.perf_counter(), time.process_time()
+        if meter is not None:
+            meter.detach()
+        return Block((ended - began) / steps, (ended_cpu - began_cpu) / steps)
+
+
+class Meter:
+    """flopwise's meter, put into this process as it is in a timed window."""
+
+    def __init__(self) -> None:
+        self.session: Any = None
+
+    def attach(self) -> None:
+        """Installs every hook; a new session each time, as in a new run."""
+        from flopwise.meter.session import Config, Session
+
+        self.session = Session(Config(folder=None, steps=10**9, warmup=WARMUP_STEPS))
+        self.session.attach()
+
+    def check_timing(self) -> None:
+        """Raises RuntimeError unless the meter is in its timed window."""
+        if not self.session.live or self.session.phase != "timed":
+            raise RuntimeError(
+                f"the meter is not timing: phase {self.session.phase!r}, notes {self.session.notes}"
+            )
+
+    def detach(self) -> None:
+        """Ends the window and takes every hook out."""
+        self.session.window.close()
+        self.session.detach()
+
+    def own_frac(self) -> float:
+        """Returns the share of its last block's step time that the meter itself says it took."""
+        first, *rows = self.session.rows[WASHOUT_STEPS - 1 :]
+        return sum(row.own_ns for row in rows) / (rows[-1].end_ns - first.end_ns)
+
+
+def shape(device: str, target_ms: float) -> tuple[int, int]:
+    """Returns (width, batch) for a step of about this time: host-bound on a GPU up to 20 ms."""
+    if device == "cpu":
+        return (128, 32) if target_ms < 50 else (256, 64)
+    return (128, 64) if target_ms <= 20 else (4096, 8192)
+
+
+def calibrate(device: str, target_ms: float) -> int:
+    """Returns the depth at which a step takes about `target_ms` here."""
+    width, batch = shape(device, target_ms)
+    depth = 2
+    for _ in range(3):
+        step_s = min(Loop(device, width, batch, depth).block(10).step_s for _ in range(2))
+        depth = max(1, round(depth * target_ms / (step_s * 1e3)))
+    return depth
