@@ -1,0 +1,1 @@
+"""Facts about devices: the table of accelerators, this host, and the ceilings measured on it."""
