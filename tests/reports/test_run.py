@@ -155,3 +155,17 @@ def test_strata_need_two_shapes(sample):
 def test_a_lowered_power_limit_is_named(sample):
     assert "limit 500 W (default 700 W)" in line(sample("unknown_gpu"), "clocks")
     assert "limit 700 W · first device of 2" in line(sample("two_ranks"), "clocks")
+
+
+def test_a_cpu_has_no_line_for_device_clocks(sample):
+    record = sample("cpu")
+    clocks = dataclasses.replace(record.clocks, note="not measured")
+    assert not any("clocks" in text for text in lines(dataclasses.replace(record, clocks=clocks)))
+
+
+def test_nothing_is_said_twice(sample):
+    record = with_mfu(sample("cpu"), peak_source="measured here on 2026-11-30")
+    assert line(record, "peak").endswith(" a device · measured here on 2026-11-30")
+    rule = dataclasses.replace(record.steps, warmup_rule="warm-up ends after 5 steps")
+    text = line(dataclasses.replace(record, steps=rule), "steps")
+    assert text == "a step ends with: optimizer · warm-up ends after 5 steps"

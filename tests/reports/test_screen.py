@@ -123,6 +123,15 @@ def test_table_never_is_wider_than_the_page(rows, width):
     assert max(cell_len(line) for line in page(screen)) <= width
 
 
+def test_the_style_of_an_item_ends_with_the_item():
+    screen = Screen(60)
+    screen.flow("MFU", [("44 %", "bold"), "full", ("low", "yellow")], style="")
+    dot = "\x1b[2m · \x1b[0m"
+    assert screen.render(color=True) == (
+        f"  MFU         \x1b[1m44 %\x1b[0m{dot}full{dot}\x1b[33mlow\x1b[0m\n"
+    )
+
+
 def test_colour_is_ours_alone():
     screen = Screen(40)
     screen.line(("warn \x1b[32m", "red"))

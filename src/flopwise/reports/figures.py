@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from flopwise import units
 
@@ -44,6 +45,12 @@ def money(usd: float) -> str:
 def counted(n: int, noun: str, plural: str | None = None) -> str:
     """Returns a whole number with its noun in the right number: `1 step`, `41 steps`."""
     return f"{n} {noun if n == 1 else plural or noun + 's'}"
+
+
+def few(names: Sequence[str], limit: int = 3) -> str:
+    """Returns the first names of a list, and how many more there are."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def plus_minus(mean_s: float, ci95: tuple[float, float]) -> str:

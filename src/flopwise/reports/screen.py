@@ -18,6 +18,7 @@ from rich.text import Text
 
 NARROWEST, WIDEST = 40, 200
 INDENT = "  "
+WARN = "yellow"  # the style of what limits a number
 LABEL_CELLS = 12  # of the label column of `Screen.flow`
 TAIL_CELLS = 24  # a wrapping last column narrower than this goes below its row instead
 
@@ -86,7 +87,8 @@ class Screen:
     def text(self, piece: Piece) -> Text:
         """Returns a piece as safe text."""
         value, style = (piece, "") if isinstance(piece, str) else piece
-        return Text(visible(value, ascii_only=self.ascii_only), style=style)
+        # The style is a span, not the base of the text: what is appended later must not inherit it.
+        return Text().append(visible(value, ascii_only=self.ascii_only), style or None)
 
     def blank(self) -> None:
         """Adds an empty line, never two in a row and never at the top."""
