@@ -277,6 +277,11 @@ class TestObtain:
         with pytest.raises(HardwareError, match="no usable rate"):
             ceilings.obtain(2, python, key=self.KEY)
 
+    def test_another_device_than_the_wanted_one_is_an_error(self, tmp_path: Path) -> None:
+        key = dataclasses.replace(self.KEY, device_name="Intel Xeon")
+        with pytest.raises(HardwareError, match=r"wanted .* Intel Xeon, but torch uses AMD EPYC"):
+            ceilings.obtain(2, self.answer(tmp_path), key=key)
+
     def test_a_hanging_measurement_is_stopped(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

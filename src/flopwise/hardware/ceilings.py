@@ -151,6 +151,11 @@ def obtain(
         raise HardwareError(f"the ceilings were not measured: {error}") from error
     if not _plausible(record):
         raise HardwareError(f"measuring the ceilings of {record.device_name} gave no usable rate")
+    if (record.device_type, record.device_name) != (key.device_type, key.device_name):
+        raise HardwareError(
+            f"wanted the ceilings of {key.device_name}, but torch uses {record.device_name} here. "
+            "Make the device visible first in CUDA_VISIBLE_DEVICES"
+        )
     note = save(record)
     return record, "; ".join([*notes, *([note] if note else [])]) or None
 

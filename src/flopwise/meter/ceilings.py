@@ -23,6 +23,9 @@ from flopwise.meter import ceilings_cpu, ceilings_cuda, nvml
 from flopwise.records import store
 from flopwise.records.ceilings import SCHEMA, CeilingsRecord
 
+# More than the CUDA context of this process takes.
+_OWN_BYTES = 2e9
+
 
 def measure(device_type: str) -> CeilingsRecord:
     """Returns the ceilings of the CPU with torch's current threads, or of the current CUDA device."""
@@ -75,8 +78,14 @@ def _cuda() -> CeilingsRecord:
     index = torch.cuda.current_device()
     properties = torch.cuda.get_device_properties(index)
     device = nvml.of_torch_device(index)
-    found = ceilings_cuda.measure(index, device)
     notes = [device.reason] if device.reason else []
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    if total_bytes - free_bytes > _OWN_BYTES:
+        notes.append(
+            f"{(total_bytes - free_bytes) / 1e9:.1f} GB of the device were in use before measuring: "
+            "another process may have lowered these rates"
+        )
+    found = ceilings_cuda.measure(index, device)
     if device.mig:
         notes.append("a MIG slice: the rates are the slice's, clocks and power the whole device's")
     return CeilingsRecord(

@@ -24,6 +24,7 @@ SUSTAINED_S = 2.4  # above nvml.MIN_WINDOW_S, so that energy counts
 BLOCK_S = 0.05
 MAX_CALL_S = 0.25  # a shape whose product takes longer is left out
 LINK_BYTES = 1 << 28
+_DEVICE = "cuda"
 _DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -146,10 +147,10 @@ def _sustained(name: str, best: tuple[float, int, str], device: nvml.Device) -> 
 def _product(name: str, n: int, layout: str) -> Callable[[], object]:
     """Returns a call that multiplies two random n x n matrices."""
     dtype = _DTYPES[name]
-    a, b = (torch.randn(n, n, device="cuda").to(dtype) for _ in range(2))
+    a, b = (torch.randn(n, n, device=_DEVICE).to(dtype) for _ in range(2))
     right = b if layout == "nn" else b.t()
     if name == "fp8":
-        one = torch.ones((), device="cuda")
+        one = torch.ones((), device=_DEVICE)
         return functools.partial(
             torch._scaled_mm,
             a,
@@ -159,7 +160,7 @@ def _product(name: str, n: int, layout: str) -> Callable[[], object]:
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-    out = torch.empty(n, n, device="cuda", dtype=dtype)
+    out = torch.empty(n, n, device=_DEVICE, dtype=dtype)
     return functools.partial(torch.mm, a, right, out=out)
 
 
@@ -215,14 +216,14 @@ def _event() -> torch.cuda.Event:
 def _copy(found: Found) -> None:
     free_bytes, _ = torch.cuda.mem_get_info()
     n_bytes = min(1 << 32, free_bytes // 4) // 4 * 4
-    source = torch.randn(n_bytes // 4, device="cuda")
+    source = torch.randn(n_bytes // 4, device=_DEVICE)
     target = torch.empty_like(source)
     found.copy_bytes_per_s = 2 * n_bytes / _best_s(lambda: target.copy_(source))
     found.copy_size_bytes = n_bytes
 
 
 def _link(found: Found) -> None:
-    device = torch.empty(LINK_BYTES, dtype=torch.uint8, device="cuda")
+    device = torch.empty(LINK_BYTES, dtype=torch.uint8, device=_DEVICE)
     pageable = torch.full((LINK_BYTES,), 3, dtype=torch.uint8)
     pinned = pageable.pin_memory()
 
@@ -240,7 +241,7 @@ def _link(found: Found) -> None:
 
 def _dispatch(found: Found) -> None:
     """Host time of an eager operation; the device takes less, so the queue never fills up."""
-    x = torch.zeros(1, device="cuda")
+    x = torch.zeros(1, device=_DEVICE)
     rounds = []
     for _ in range(6):
         torch.cuda.synchronize()
@@ -252,7 +253,7 @@ def _dispatch(found: Found) -> None:
 
 
 def _launch(found: Found) -> None:
-    x = torch.zeros(1, device="cuda")
+    x = torch.zeros(1, device=_DEVICE)
     x.add_(1)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
