@@ -8,7 +8,9 @@ from importlib import metadata
 
 def main() -> int:
     """Returns 0 if torch is a CPU build and nothing of CUDA came with it."""
-    names = sorted({d.metadata["Name"].lower() for d in metadata.distributions() if d.metadata["Name"]})
+    names = sorted(
+        {d.metadata["Name"].lower() for d in metadata.distributions() if d.metadata["Name"]}
+    )
     cuda = [n for n in names if n.startswith(("nvidia-cu", "nvidia-nccl", "triton"))]
     version = metadata.version("torch")
     import torch

@@ -13,13 +13,20 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from flopwise.errors import FlopwiseError, NothingMeasuredError, RecordError, RunFolderError, UsageError
+from flopwise.errors import (
+    FlopwiseError,
+    NothingMeasuredError,
+    RecordError,
+    RunFolderError,
+    UsageError,
+)
 from flopwise.hardware.accelerators import Peak, parse_peak
 from flopwise.launch import folder as folders
 from flopwise.launch import process
 from flopwise.launch.command import Job, environment
 from flopwise.records import rank as rank_records
 from flopwise.records import store
+from flopwise.records.ceilings import CeilingsRecord
 from flopwise.records.rank import RankRecord
 from flopwise.records.run import RunRecord
 
@@ -40,12 +47,20 @@ class Measurement:
     exit_code: int | None = None
     record: RunRecord | None = None
     notes: list[str] = field(default_factory=list)
-    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds"))
+    created: str = field(
+        default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
+    )
     _printed: RunRecord | None = None
     _started: float = field(default_factory=time.monotonic)
     _seen: float = 0.0
 
-    def run(self, *, timeout_s: float | None = None, output: Any = None, env: dict[str, str] | None = None) -> int:
+    def run(
+        self,
+        *,
+        timeout_s: float | None = None,
+        output: Any = None,
+        env: dict[str, str] | None = None,
+    ) -> int:
         """Runs the job to its end; returns its exit code. A complete measurement is reported while it still runs."""
         self.exit_code = process.run(
             self.job.argv,
@@ -72,7 +87,11 @@ class Measurement:
         if self.quiet:
             return
         before = self._printed
-        if before is not None and before.complete and replace(before, exit_code=record.exit_code) == record:
+        if (
+            before is not None
+            and before.complete
+            and replace(before, exit_code=record.exit_code) == record
+        ):
             print(f"flopwise: report above; saved {_short(self.folder)}", file=sys.stderr)
             return
         self._printed = record
@@ -80,7 +99,9 @@ class Measurement:
         from flopwise.reports.terminal import render_run
 
         seen = look(sys.stderr)
-        words = shlex.join(record.command[2:] if record.command[:2] == ["flopwise", "run"] else record.command)
+        words = shlex.join(
+            record.command[2:] if record.command[:2] == ["flopwise", "run"] else record.command
+        )
         text = render_run(
             record,
             width=seen.width,
@@ -105,14 +126,20 @@ class Measurement:
 
     def _watch(self) -> None:
         now = time.monotonic()
-        if self.quiet or self._printed is not None and self._printed.complete or now - self._seen < 1.0:
+        if (
+            self.quiet
+            or (self._printed is not None and self._printed.complete)
+            or now - self._seen < 1.0
+        ):
             return
         self._seen = now
         with contextlib.suppress(FlopwiseError, OSError):
             ranks = self.ranks()
             if not ranks:
                 return
-            complete = all(r.status == "complete" for r in ranks) and len(ranks) >= ranks[0].world_size
+            complete = (
+                all(r.status == "complete" for r in ranks) and len(ranks) >= ranks[0].world_size
+            )
             late = now - self._started > FIRST_REPORT_S and self._printed is None
             if complete or late:
                 record = self._summarise(final=False)
@@ -126,9 +153,8 @@ class Measurement:
         if not ranks:
             raise NothingMeasuredError(self._why_nothing())
         notes = list(self.notes)
-        measured = None
-        if self.peak is None and (final or ranks[0].device_type == "cpu"):
-            measured = _measured_peak(summary.one_per_rank(ranks)[0], notes, may_measure=final)
+        lead = summary.one_per_rank(ranks)[0]
+        measured = _ceilings(lead, notes, may_measure=final and self.peak is None)
         return summary.summarise(
             ranks,
             summary.Context(
@@ -137,7 +163,8 @@ class Measurement:
                 exit_code=self.exit_code,
                 peak=self.peak,
                 price_usd_per_hour=self.price_usd_per_hour,
-                measured_peak=measured,
+                ceilings=measured,
+                plan=self.options.get("plan"),
                 notes=notes,
                 created=self.created,
             ),
@@ -183,7 +210,7 @@ def run_command(
     """
     given_peak = parse_peak(peak) if peak is not None else None
     _check_price(price)
-    _check_json(json_path)
+    check_json(json_path)
     options: dict[str, Any] = {
         "command": ["flopwise", "run", *_shown(job)],
         "steps": steps,
@@ -200,7 +227,11 @@ def run_command(
     folder = folders.create(out, job.script, options)
     measurement = Measurement(job, folder, options, given_peak, price, quiet)
     if not quiet:
-        print(f"flopwise: measuring {job.script} (run folder {_short(folder)})", file=sys.stderr, flush=True)
+        print(
+            f"flopwise: measuring {job.script} (run folder {_short(folder)})",
+            file=sys.stderr,
+            flush=True,
+        )
     code = measurement.run()
     try:
         record = measurement.conclude()
@@ -212,28 +243,45 @@ def run_command(
     return code
 
 
-def _measured_peak(lead: RankRecord, notes: list[str], *, may_measure: bool) -> Peak | None:
-    """Returns the measured ceiling of the device a rank ran on: from the cache, or measured now if that is allowed."""
-    from flopwise.hardware import ceilings
+def _ceilings(lead: RankRecord, notes: list[str], *, may_measure: bool) -> CeilingsRecord | None:
+    """Returns the measured ceilings of the device a rank ran on, from the cache, or measured now.
+
+    A CPU's peak is always the measured one. Of a GPU they are only looked up, unless nothing else is known of it.
+    """
+    from flopwise.hardware import accelerators, ceilings
 
     if lead.device_type == "cuda":
-        return None
-    try:
-        record, note = ceilings.obtain(lead.cpu_threads, cached_only=not may_measure)
-    except FlopwiseError as error:
-        notes.append(f"the CPU's ceiling could not be measured: {error}")
-        return None
-    if note:
+        key = ceilings.Key("cuda", lead.device_name or "", 0, 0, lead.torch)
+        known = accelerators.reference_peak(accelerators.lookup(lead.device_name or "")) is not None
+        may_measure = may_measure and not known and lead.world_size == 1
+    else:
+        key = ceilings.cpu_key(lead.cpu_threads, lead.torch)
+    record, note = ceilings.load(key)
+    if record is None and may_measure:
+        try:
+            record, note = ceilings.obtain(
+                lead.cpu_threads if lead.device_type == "cpu" else None, key=key
+            )
+        except FlopwiseError as error:
+            note = f"the ceilings of this device could not be measured: {error}"
+    if note and not note.startswith("from the cache"):
         notes.append(note)
-    return ceilings.measured_peak(record) if record is not None else None
+    return record
 
 
 def _check_price(price: float | None) -> None:
     if price is not None and not (math.isfinite(price) and 0 < price < 1e6):
-        raise UsageError(f"--price {price}: must be US dollars per device-hour, above 0. Nothing was started")
+        raise UsageError(
+            f"--price {price}: must be US dollars per device-hour, above 0. Nothing was started"
+        )
 
 
-def _check_json(json_path: str | None) -> None:
+def check_json(json_path: str | None) -> None:
+    """Checks, before anything is started, that --json can be written.
+
+    Raises:
+        RunFolderError: it cannot.
+    """
     if json_path is None:
         return
     path = Path(json_path)

@@ -28,13 +28,18 @@ def attach() -> None:
             steps=options.get("steps"),
             warmup=options.get("warmup"),
             stop_after=bool(options.get("stop_after")),
+            count=not options.get("trial"),
+            telemetry=not options.get("trial"),
         )
         meter = session.Session(config)
-        apply = options.get("apply")
-        if apply:
+        if options.get("apply"):
+            from flopwise.fixes import application
+
+            application.install(meter, options["apply"])
+        if options.get("trial"):
             from flopwise.fixes import driver
 
-            driver.install(meter, apply)
+            driver.install(meter, options["trial"])
         meter.attach()
         _leave_sign(folder)
     except Exception as error:
@@ -51,7 +56,9 @@ def _leave_sign(folder: str) -> None:
 
 
 def _report(folder: str, error: Exception) -> None:
-    text = str(error) if type(error).__name__ == "AttachError" else f"{type(error).__name__}: {error}"
+    text = (
+        str(error) if type(error).__name__ == "AttachError" else f"{type(error).__name__}: {error}"
+    )
     try:
         print(f"flopwise: {text}", file=sys.stderr, flush=True)
         path = os.path.join(folder, f"failed-{os.getpid()}.txt")

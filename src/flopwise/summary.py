@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -16,7 +13,10 @@ from flopwise._version import __version__
 from flopwise.errors import NothingMeasuredError
 from flopwise.flops import mfu as utilisations
 from flopwise.hardware.accelerators import Peak, lookup, peak_of, reference_peak
+from flopwise.hardware.ceilings import measured_peak
+from flopwise.hardware.host import cpu_model
 from flopwise.records import run as records
+from flopwise.records.ceilings import CeilingsRecord
 from flopwise.records.rank import FlopCount, RankRecord, StepRow
 from flopwise.records.run import RunRecord
 from flopwise.trials.interval import mean_interval
@@ -36,9 +36,10 @@ class Context:
     exit_code: int | None = None
     peak: Peak | None = None  # given by the user
     price_usd_per_hour: float | None = None
-    measured_peak: Peak | None = None  # this device's measured ceiling, where one is known
+    ceilings: CeilingsRecord | None = None  # of this device, measured, where they are known
     notes: list[str] = field(default_factory=list)
     created: str = ""
+    plan: str | None = None  # path of the plan that was applied
 
 
 def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
@@ -92,7 +93,7 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
         ),
         patches=lead.patches,
         notes=notes,
-        plan=lead.plan,
+        plan=context.plan,
         losses=lead.losses,
     )
 
@@ -131,11 +132,14 @@ def _step_time(rows: Sequence[StepRow], mean_s: float, clock: str) -> records.St
     values = [row.ns * 1e-9 for row in rows]
     interval = mean_interval(values)
     shift = mean_s - interval.mean  # the mean over ranks; the spread of the lead rank
+    ci95 = None
+    if interval.low is not None and interval.high is not None:
+        ci95 = (max(0.0, interval.low + shift), interval.high + shift)
     ordered = sorted(values)
     return records.StepTime(
         mean=mean_s,
         median=statistics.median(values),
-        ci95=(interval.low + shift, interval.high + shift),
+        ci95=ci95,
         p10=ordered[int(0.1 * (len(ordered) - 1))],
         p90=ordered[int(0.9 * (len(ordered) - 1) + 0.5)],
         source=clock,
@@ -148,7 +152,14 @@ def _steps(lead: RankRecord, timed: Sequence[StepRow], step_s: float) -> records
     for kind in sorted(k for k in kinds if k not in ("timed", "warmup", "compile", "counted")):
         rows = [row for row in lead.rows if row.kind == kind]
         extra_s = sum(row.ns for row in rows) * 1e-9 - len(rows) * step_s
-        pauses.append(records.Pause(kind, len(rows), max(0.0, extra_s), _EVIDENCE.get(kind, "several of these")))
+        pauses.append(
+            records.Pause(
+                kind,
+                len(rows),
+                max(0.0, extra_s),
+                "; ".join(_EVIDENCE[part] for part in kind.split("+")),
+            )
+        )
     return records.Steps(
         total=lead.steps_seen,
         timed=len(timed),
@@ -207,7 +218,10 @@ def _strata(timed: Sequence[StepRow], counts: dict[str, FlopCount]) -> list[reco
 
 
 def _throughput(
-    ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]], step_s: float, counted_from: str | None
+    ranks: Sequence[RankRecord],
+    timed: dict[int, list[StepRow]],
+    step_s: float,
+    counted_from: str | None,
 ) -> records.Throughput:
     def per_step(name: str) -> float | None:
         total = 0.0
@@ -283,26 +297,37 @@ def _mfu(
     if reason is None and len(ranks) < lead.world_size:
         reason = f"{lead.world_size - len(ranks)} of {lead.world_size} ranks have no record"
     coverage = min(counts, key=lambda c: c.coverage_frac) if counts else None
-    return utilisations.utilisation(
-        needed=_sum(w.needed for w in work),
+    if reason is not None:
+        why = reason
+    ceiling = (
+        measured_peak(context.ceilings, sustained=lead.device_type == "cuda")
+        if context.ceilings
+        else None
+    )
+    demand = utilisations.Demand(
+        needed=_sum(w.needed for w in work) if reason is None else {},
         needed_causal=_sum(w.needed_causal for w in work),
         executed=_sum(w.executed for w in work),
-        step_s=statistics.fmean(w.step_s for w in work) if all(w.step_s for w in work) else step_s,
-        step_ci95=_step_time(timed[lead.rank], step_s, lead.clock).ci95,
-        devices=len(ranks),
-        peak=None
-        if peak is None
-        else utilisations.ReferencePeak(peak.flops_per_s, peak.dtype, peak.source, peak.kind),
-        dtype_peaks=dtype_peaks,
-        measured_ceiling_flops_per_s=context.measured_peak.flops_per_s if context.measured_peak else None,
+        by_op=_by_op(counts),
         coverage_frac=coverage.coverage_frac if coverage else None,
         coverage_basis=coverage.coverage_basis if coverage else None,
-        uncovered=coverage.uncovered if coverage else [],
-        largest_terms=_largest_terms(counts),
+        uncovered=tuple(coverage.uncovered) if coverage else (),
         counted_by=", ".join(dict.fromkeys(c.method for c in counts)) or None,
         cross_check=next((c.cross_check for c in counts if c.cross_check), None),
-        reason=reason or why,
     )
+    reference = utilisations.Reference(
+        flops_per_s=peak.flops_per_s if peak is not None and why is None else None,
+        dtype=peak.dtype if peak else None,
+        source=peak.source if peak else None,
+        kind=peak.kind if peak else None,
+        by_dtype=dtype_peaks,
+        ceiling_flops_per_s=ceiling.flops_per_s if ceiling else None,
+        reason=why,
+    )
+    own_s = statistics.fmean(w.step_s for w in work) if all(w.step_s for w in work) else step_s
+    ci95 = _step_time(timed[lead.rank], step_s, lead.clock).ci95
+    result = utilisations.utilisation(demand, own_s, reference, devices=len(ranks), ci95=ci95)
+    return result if reason is None else replace(result, reason=reason)
 
 
 @dataclass(frozen=True)
@@ -318,17 +343,27 @@ def _rank_work(rank: RankRecord, rows: Sequence[StepRow]) -> _Work:
     """Returns one rank's FLOPs per step and the step time they belong to, over the steps whose shape was counted."""
     counts = {f.shape: f for f in rank.flops}
     if not counts:
-        return _Work({}, {}, {}, 0.0, _first(rank.notes, "FLOPs not counted") or "FLOPs were not counted")
+        return _Work(
+            {}, {}, {}, 0.0, _first(rank.notes, "FLOPs not counted") or "FLOPs were not counted"
+        )
     graph = rank.boundary == "graph replay"
     if graph or len({row.shape for row in rows}) == 1:
-        only = counts.get(rows[0].shape) or (next(iter(counts.values())) if graph or len(counts) == 1 else None)
+        only = counts.get(rows[0].shape) or (
+            next(iter(counts.values())) if graph or len(counts) == 1 else None
+        )
         pairs = [(row, only) for row in rows] if only is not None else []
         if only is not None and not graph and only.shape != rows[0].shape:
             pairs = []
     else:
         pairs = [(row, counts[row.shape]) for row in rows if row.shape in counts]
     if not pairs:
-        return _Work({}, {}, {}, 0.0, f"no timed step had the input shape that was counted ({', '.join(counts)})")
+        return _Work(
+            {},
+            {},
+            {},
+            0.0,
+            f"no timed step had the input shape that was counted ({', '.join(counts)})",
+        )
     n = len(pairs)
 
     def total(name: str) -> dict[str, float]:
@@ -354,10 +389,12 @@ def _peak(
     """Returns the reference peak of one device, the peaks by dtype, and why there is none."""
     if lead.device_type != "cuda":
         if context.peak is not None:
-            return context.peak, {context.peak.dtype: context.peak.flops_per_s} if context.peak.dtype else {}, None
-        if context.measured_peak is None:
-            return None, {}, f"no peak is known for this {lead.device_type}: measure one with flopwise ceilings, or give --peak"
-        return context.measured_peak, {}, None
+            return context.peak, _own_dtype(context.peak), None
+        peak = measured_peak(context.ceilings) if context.ceilings is not None else None
+        if peak is None or context.ceilings is None:
+            why = f"no peak is known for this {lead.device_type}: it is measured after the run, or give --peak"
+            return None, {}, why
+        return peak, {g.dtype: g.burst_flops_per_s for g in context.ceilings.gemm}, None
     telemetry = lead.telemetry
     match = lookup(
         lead.device_name or "",
@@ -375,25 +412,29 @@ def _peak(
             if value is not None:
                 by_dtype[dtype] = value
     if context.peak is not None:
-        return context.peak, by_dtype, None
+        return context.peak, by_dtype or _own_dtype(context.peak), None
     peak = reference_peak(match)
     return peak, by_dtype, None if peak is not None else match.reason
 
 
-def _largest_terms(counts: Sequence[FlopCount]) -> list[tuple[str, float]]:
-    by_op: dict[str, float] = {}
+def _own_dtype(peak: Peak) -> dict[str, float]:
+    return {peak.dtype: peak.flops_per_s} if peak.dtype else {}
+
+
+def _by_op(counts: Sequence[FlopCount]) -> dict[str, int]:
+    by_op: dict[str, int] = {}
     for count in counts:
         for op, flops in count.by_op.items():
-            by_op[op] = max(by_op.get(op, 0.0), float(flops))
-    return sorted(by_op.items(), key=lambda item: -item[1])[:3]
+            by_op[op] = max(by_op.get(op, 0), flops)
+    return by_op
 
 
-def _sum(parts: Any) -> dict[str, float]:
+def _sum(parts: Any) -> dict[str, int]:
     total: dict[str, float] = {}
     for part in parts:
         for dtype, flops in part.items():
             total[dtype] = total.get(dtype, 0.0) + flops
-    return total
+    return {dtype: round(flops) for dtype, flops in total.items()}
 
 
 def _clocks(lead: RankRecord) -> records.Clocks:
@@ -462,18 +503,6 @@ def _env(ranks: Sequence[RankRecord]) -> records.Env:
     )
 
 
-def cpu_model() -> str:
-    """Returns the CPU's model name."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as stream:
-            found = re.search(r"^model name\s*:\s*(.+)$", stream.read(), re.MULTILINE)
-        if found:
-            return found.group(1).strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
 def _ranks(
     ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]], world: int
 ) -> list[records.RankSummary]:
@@ -494,7 +523,9 @@ def _ranks(
         )
     present = {r.rank for r in ranks}
     rows += [
-        records.RankSummary(rank, "", "", 0, 0, 0.0, 0.0, "missing") for rank in range(world) if rank not in present
+        records.RankSummary(rank, "", "", 0, 0, 0.0, 0.0, "missing")
+        for rank in range(world)
+        if rank not in present
     ]
     return sorted(rows, key=lambda row: row.rank)
 
@@ -507,7 +538,9 @@ def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list
         if r.status != "complete":
             notes.append(f"rank {r.rank}: {r.status}")
     if not any(row.kind == "warmup" for row in lead.rows) or len(timed[lead.rank]) < 10:
-        notes.append(f"only {len(timed[lead.rank])} steps were timed: the interval is wide, and warm-up may be in it")
+        notes.append(
+            f"only {len(timed[lead.rank])} steps were timed: the interval is wide, and warm-up may be in it"
+        )
     present = len(ranks)
     if present < lead.world_size:
         notes.append(f"{lead.world_size - present} of {lead.world_size} ranks left no record")
@@ -535,13 +568,3 @@ def _largest(values: Any) -> int | None:
 
 def _first(notes: Sequence[str], start: str) -> str | None:
     return next((note for note in notes if note.startswith(start)), None)
-
-
-def threads_of(ranks: Sequence[RankRecord]) -> int:
-    """Returns the CPU threads that one rank used."""
-    return ranks[0].cpu_threads
-
-
-def hostname() -> str:
-    """Returns this machine's name."""
-    return os.uname().nodename

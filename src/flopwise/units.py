@@ -52,10 +52,10 @@ def money(usd: float) -> str:
 
 def _digits(value: float) -> str:
     """Returns three significant digits without exponent, whole numbers without a point."""
-    if value == int(value) and abs(value) < 1000:
-        return str(int(value))
-    if abs(value) >= 100:
-        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.1f}"
-    if abs(value) >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if abs(value) >= 0.1 else f"{value:.2g}"
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
+    decimals = 1 if abs(value) >= 10 else 2
+    rounded = round(value, decimals)
+    if rounded == int(rounded) and (rounded or not value):
+        return str(int(rounded))
+    return f"{rounded:.{decimals}f}" if abs(value) >= 0.1 else f"{value:.2g}"

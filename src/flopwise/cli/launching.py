@@ -23,7 +23,9 @@ TORCHRUN_VALUES = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the ways to start a job to a parser."""
-    parser.add_argument("-m", dest="module", action="store_true", help="the first word is a module, as in python -m")
+    parser.add_argument(
+        "-m", dest="module", action="store_true", help="the first word is a module, as in python -m"
+    )
     parser.add_argument(
         "words",
         nargs=argparse.REMAINDER,

@@ -15,15 +15,35 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Runs a training script unmodified and measures MFU, step time, memory and energy. The report "
         "goes to stderr and the run folder; the script's own output and exit code stay what they are.",
     )
-    parser.add_argument("--steps", type=positive, metavar="N", help="time exactly N steps (default: 50 over at least 5 s)")
-    parser.add_argument("--warmup", type=not_negative, metavar="N", help="drop exactly the first N steps (default: by rule)")
-    parser.add_argument("--stop-after", action="store_true", help="end the script cleanly once it is measured")
-    parser.add_argument("--out", metavar="DIR", help="run folder (default: flopwise-runs/TIME-NAME)")
+    parser.add_argument(
+        "--steps",
+        type=positive,
+        metavar="N",
+        help="time exactly N steps (default: 50 over at least 5 s)",
+    )
+    parser.add_argument(
+        "--warmup",
+        type=not_negative,
+        metavar="N",
+        help="drop exactly the first N steps (default: by rule)",
+    )
+    parser.add_argument(
+        "--stop-after", action="store_true", help="end the script cleanly once it is measured"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="run folder (default: flopwise-runs/TIME-NAME)"
+    )
     parser.add_argument("--json", metavar="PATH", help="write the run record there, too")
-    parser.add_argument("--peak", metavar="RATE", help="peak FLOP/s of one device, e.g. 989.5T or bf16=989.5T")
+    parser.add_argument(
+        "--peak", metavar="RATE", help="peak FLOP/s of one device, e.g. 989.5T or bf16=989.5T"
+    )
     parser.add_argument("--price", type=float, metavar="USD", help="price of one device-hour")
     parser.add_argument("--plan", metavar="FILE", help="apply the fixes of a plan.toml")
-    parser.add_argument("--force-plan", action="store_true", help="apply the plan although script, torch or device changed")
+    parser.add_argument(
+        "--force-plan",
+        action="store_true",
+        help="apply the plan although script, torch or device changed",
+    )
     parser.add_argument("--quiet", action="store_true", help="print no report")
     add_options(parser)
 

@@ -1,9 +1,9 @@
 """The four ways to start a job, and the environment that lets the meter in.
 
-    flopwise run train.py ...                       this Python, a script
-    flopwise run -m package.module ...              this Python, a module
-    flopwise run --nproc-per-node 8 train.py ...    torchrun underneath
-    flopwise run -- any command ...                 whatever it starts, in whatever Python
+flopwise run train.py ...                       this Python, a script
+flopwise run -m package.module ...              this Python, a module
+flopwise run --nproc-per-node 8 train.py ...    torchrun underneath
+flopwise run -- any command ...                 whatever it starts, in whatever Python
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ class Job:
 
 
 def job(
-    words: Sequence[str], *, module: bool, raw: bool, torchrun: Sequence[str], python: str = sys.executable
+    words: Sequence[str],
+    *,
+    module: bool,
+    raw: bool,
+    torchrun: Sequence[str],
+    python: str = sys.executable,
 ) -> Job:
     """Returns the job that the words after our own options describe.
 
@@ -46,10 +51,14 @@ def job(
         UsageError: nothing to run, the script is missing, or the command is not on PATH.
     """
     if not words:
-        raise UsageError("nothing to run: give a script, -m MODULE, or -- COMMAND. See flopwise run --help")
+        raise UsageError(
+            "nothing to run: give a script, -m MODULE, or -- COMMAND. See flopwise run --help"
+        )
     if raw:
         if torchrun:
-            raise UsageError("torchrun's options and -- COMMAND exclude each other: put torchrun into the command")
+            raise UsageError(
+                "torchrun's options and -- COMMAND exclude each other: put torchrun into the command"
+            )
         return _command(words)
     start = [python]
     if torchrun:
@@ -64,7 +73,11 @@ def job(
 def _command(words: Sequence[str]) -> Job:
     if shutil.which(words[0]) is None:
         raise UsageError(f"command not found: {words[0]}")
-    isolated = [w for w in words[1:3] if w.startswith("-") and not w.startswith("--") and set(w[1:]) & set("IES")]
+    isolated = [
+        w
+        for w in words[1:3]
+        if w.startswith("-") and not w.startswith("--") and set(w[1:]) & set("IES")
+    ]
     if "python" in os.path.basename(words[0]) and isolated:
         raise UsageError(
             f"{words[0]} {isolated[0]} shuts out PYTHONPATH and start-up hooks, the way the meter gets in. "
@@ -76,7 +89,11 @@ def _command(words: Sequence[str]) -> Job:
 
 def _check_script(script: str) -> None:
     if script == "-" or not os.path.exists(script):
-        hint = "" if os.path.sep in script else f" A module is started with -m {script.removesuffix('.py')}."
+        hint = (
+            ""
+            if os.path.sep in script
+            else f" A module is started with -m {script.removesuffix('.py')}."
+        )
         raise UsageError(f"no such script: {script}.{hint} Nothing was started")
     if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
         raise UsageError(f"{script} is a folder without __main__.py. Nothing was started")

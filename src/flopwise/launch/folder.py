@@ -36,7 +36,9 @@ def create(out: str | None, name: str, options: dict[str, Any]) -> Path:
         (folder / "ranks").mkdir()
     except FileExistsError as error:
         if not folder.is_dir():
-            raise RunFolderError(f"{folder}: is a file, not a folder. Nothing was started") from error
+            raise RunFolderError(
+                f"{folder}: is a file, not a folder. Nothing was started"
+            ) from error
         raise RunFolderError(
             f"{folder}: already holds a run. It is left as it is and nothing was started; "
             "give another --out, or remove that folder"

@@ -34,7 +34,10 @@ def run(
     """
     if timeout_s is None and watch is None:
         timeout_s = float("inf")
-    with subprocess.Popen(argv, env=env, stdout=output, stderr=output, cwd=cwd) as child, _passing_on(child):
+    with (
+        subprocess.Popen(argv, env=env, stdout=output, stderr=output, cwd=cwd) as child,
+        _passing_on(child),
+    ):
         left_s = float("inf") if timeout_s is None else timeout_s
         while True:
             try:

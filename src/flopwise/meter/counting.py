@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flopwise.meter.found import compiled_parts, frames_compiled
+from flopwise.meter.found import compiled_parts, compiles_own_code
 from flopwise.meter.rows import COUNTED
 from flopwise.records.rank import FlopCount
 
@@ -50,13 +50,22 @@ class Counting:
             self._want_fake = False
             self._count_fake(module, args, kwargs, signature)
             self.settled = True
-        elif self.settled and self.counts and signature and self._more > 0:
-            if signature not in self.counts and self._counter is None and not self._known(signature):
-                self._more -= 1
-                if self._compiled():
-                    self._count_fake(module, args, kwargs, signature)
-                else:
-                    self._start()
+        elif (
+            self.settled
+            and self.counts
+            and signature
+            and self._more > 0
+            and (
+                signature not in self.counts
+                and self._counter is None
+                and not self._known(signature)
+            )
+        ):
+            self._more -= 1
+            if self._compiled():
+                self._count_fake(module, args, kwargs, signature)
+            else:
+                self._start()
 
     def step_ended(self) -> bool:
         """Called at each step end; returns whether the interval that ended was being counted."""
@@ -65,7 +74,7 @@ class Counting:
         if counter is None:
             if self._want_fake:
                 self._waited += 1
-                if self._waited > 2 or session.roots.settled and not session.roots.called:
+                if self._waited > 2 or (session.roots.settled and not session.roots.called):
                     self._want_fake = False
                     self.settled = True
                     self._give_up(
@@ -89,7 +98,7 @@ class Counting:
             counter.abandon()
 
     def _compiled(self) -> bool:
-        if frames_compiled():
+        if compiles_own_code():
             return True
         return any(compiled_parts(root) for root in self._session.roots.found)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import math
 import os
 import platform
 import resource
@@ -58,7 +60,9 @@ class Snapshot:
             flops=counts,
             losses=list(session.losses),
             steps_seen=session.boundaries.total,
-            allocated_peak_bytes=torch.cuda.max_memory_allocated(session.device) if on_cuda else None,
+            allocated_peak_bytes=torch.cuda.max_memory_allocated(session.device)
+            if on_cuda
+            else None,
             reserved_peak_bytes=torch.cuda.max_memory_reserved(session.device) if on_cuda else None,
         )
 
@@ -92,6 +96,9 @@ def build(snapshot: Snapshot) -> RankRecord:
     if on_cuda and index is None:
         index = torch.cuda.current_device()
     notes = list(session.notes)
+    losses = _finite(snapshot.losses)
+    if len(losses) < len(snapshot.losses):
+        notes.append(f"the loss is not a finite number at step {len(losses) + 1}: the training has diverged")
     boundary = session.mode or "none"
     if boundary == "optimizer":
         boundary = "graph replay" if session.graphs.counts else session.boundaries.describe()
@@ -116,7 +123,9 @@ def build(snapshot: Snapshot) -> RankRecord:
         device_name=torch.cuda.get_device_name(index) if on_cuda else None,
         device_index=index,
         cpu_threads=torch.get_num_threads(),
-        cpu_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cpu_cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         boundary=boundary,
         status=snapshot.status,
         clock=clock,
@@ -126,10 +135,12 @@ def build(snapshot: Snapshot) -> RankRecord:
         telemetry=session.window.telemetry or Telemetry(reason="no device telemetry was taken"),
         allocated_peak_bytes=snapshot.allocated_peak_bytes,
         reserved_peak_bytes=snapshot.reserved_peak_bytes,
-        device_total_bytes=torch.cuda.get_device_properties(index).total_memory if on_cuda else None,
+        device_total_bytes=torch.cuda.get_device_properties(index).total_memory
+        if on_cuda
+        else None,
         host_rss_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         attach_ns=session.attach_ns,
-        losses=[float(loss) for loss in snapshot.losses],
+        losses=losses,
         patches=list(dict.fromkeys(session.patches.names)),
         notes=notes,
         warmup_rule=WARMUP_RULE
@@ -138,7 +149,6 @@ def build(snapshot: Snapshot) -> RankRecord:
         warmup_by_hand=session.config.warmup is not None,
         counted_from=_counted_from(session, snapshot.rows),
         float32_matmul_precision=_matmul_precision(),
-        plan=os.environ.get("FLOPWISE_PLAN"),
     )
 
 
@@ -181,7 +191,11 @@ def _device_spans(raw: Sequence[Row]) -> tuple[list[Row], list[int], str]:
     """Returns the rows whose end the device has reached, the spans between them in ns, and the clock's name."""
     rows = list(raw)
     if not rows or rows[-1].event is None:
-        return rows, [b.end_ns - a.end_ns for a, b in zip(rows, rows[1:], strict=False)], "host clock"
+        return (
+            rows,
+            [b.end_ns - a.end_ns for a, b in itertools.pairwise(rows)],
+            "host clock",
+        )
     deadline = time.monotonic() + 15
     while not rows[-1].event.query():
         if time.monotonic() > deadline:  # the device is stuck: keep what it has passed
@@ -190,7 +204,7 @@ def _device_spans(raw: Sequence[Row]) -> tuple[list[Row], list[int], str]:
             break
         time.sleep(0.002)
     spans = []
-    for before, row in zip(rows, rows[1:], strict=False):
+    for before, row in itertools.pairwise(rows):
         if before.event is None or row.event is None:
             spans.append(row.end_ns - before.end_ns)
         else:
@@ -203,7 +217,7 @@ def classify(raw: Sequence[Row], spans: Sequence[int], warmup_by_hand: int | Non
     flags = [row.flags for row in raw[1:]]
     n = len(flags)
     pauses = []
-    for bit, kind in ((SAVE, "checkpoint"), (EVALUATION, "evaluation"), (EPOCH, "epoch_start")):
+    for bit, kind in ((EVALUATION, "evaluation"), (SAVE, "checkpoint"), (EPOCH, "epoch_start")):
         if sum(bool(f & bit) for f in flags) <= PART_OF_THE_STEP_FRAC * n:
             pauses.append((bit, kind))
     kinds = []
@@ -213,9 +227,9 @@ def classify(raw: Sequence[Row], spans: Sequence[int], warmup_by_hand: int | Non
         elif f & COMPILED:
             kinds.append("compile")
         else:
-            pause = next((kind for bit, kind in pauses if f & bit), None)
-            if pause is not None:
-                kinds.append(pause)
+            held = [kind for bit, kind in pauses if f & bit]
+            if held:
+                kinds.append("+".join(held))
             elif warmup_by_hand is not None:
                 kinds.append("timed" if i + 1 >= warmup_by_hand else "warmup")
             else:
@@ -275,6 +289,17 @@ def agree_on_last_step(session: Session) -> int | None:
         return None
 
 
+def _finite(losses: Sequence[torch.Tensor]) -> list[float]:
+    """Returns the losses up to the first that is not a finite number, which JSON cannot hold."""
+    values = []
+    for loss in losses:
+        value = float(loss)
+        if not math.isfinite(value):
+            break
+        values.append(value)
+    return values
+
+
 def _counted_from(session: Session, rows: Sequence[Row]) -> str | None:
     if session.loaders and any(row.samples for row in rows):
         return "leading dimension of the loader's batches"
@@ -293,7 +318,7 @@ def _matmul_precision() -> str:
 
 def _nccl_version() -> str | None:
     try:
-        version: Any = torch.cuda.nccl.version()
+        version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     except Exception:
         return None
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -84,26 +85,64 @@ def frames_compiled() -> int:
     return int(utils.counters["frames"]["total"]) if "frames" in utils.counters else 0
 
 
+def compiles_own_code() -> bool:
+    """Whether Dynamo has compiled code that is neither torch's nor Python's own (a compiled optimizer step is)."""
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    if convert_frame is None:
+        return False
+    of_torch, of_python = (
+        os.path.dirname(torch.__file__) + os.sep,
+        os.path.dirname(os.__file__) + os.sep,
+    )
+    try:
+        codes = [reference() for reference in convert_frame.input_codes.seen]
+    except (AttributeError, TypeError):
+        return frames_compiled() > 0
+    files = {code.co_filename for code in codes if code is not None}
+    return any(
+        not file.startswith(of_torch) and (not file.startswith(of_python) or "-packages" in file)
+        for file in files
+    )
+
+
 def describe_batch(batch: Any) -> Batch:
-    """Returns what a batch holds, from the shapes of its first tensors; reads no data."""
+    """Returns what a batch holds, from the shapes of its first tensors; reads no data.
+
+    It runs once or twice in every timed step, so the common containers are told by their type alone.
+    """
     tensors: list[torch.Tensor] = []
     ids = mask = None
-    if isinstance(batch, Mapping):
-        found = batch.get("input_ids")
-        if isinstance(found, torch.Tensor) and found.dim() == 2:
-            ids = found
-            tensors.append(found)
-        found = batch.get("attention_mask")
-        if isinstance(found, torch.Tensor) and found.dim() == 2:
-            mask = found
-    _collect(batch, tensors, 0)
+    kind = type(batch)
+    if kind is tuple or kind is list:
+        for item in batch[:4]:
+            if isinstance(item, torch.Tensor):
+                tensors.append(item)
+            else:
+                _collect(item, tensors, 1)
+    elif kind is dict or isinstance(batch, Mapping):
+        ids, mask = _two_dimensional(batch, "input_ids"), _two_dimensional(batch, "attention_mask")
+        if ids is not None:
+            tensors.append(ids)
+        _collect(batch, tensors, 0)
+    else:
+        _collect(batch, tensors, 0)
     if not tensors:
-        return Batch("", None, None, None)
+        return NOTHING
     first = tensors[0]
-    if ids is None and first.dim() == 2 and first.dtype in (torch.int64, torch.int32):
+    shape = first.shape
+    if ids is None and len(shape) == 2 and first.dtype in _INTEGERS:
         ids = first
-    signature = " ".join(_shape(t) for t in tensors[:3])
-    return Batch(signature, first.shape[0] if first.dim() else None, ids, mask)
+    signature = " ".join([_shape(t) for t in tensors[:3]])
+    return Batch(signature, shape[0] if shape else None, ids, mask)
+
+
+NOTHING = Batch("", None, None, None)
+_INTEGERS = frozenset((torch.int64, torch.int32))
+
+
+def _two_dimensional(batch: Mapping[str, Any], name: str) -> torch.Tensor | None:
+    found = batch.get(name)
+    return found if isinstance(found, torch.Tensor) and found.dim() == 2 else None
 
 
 def _collect(thing: Any, tensors: list[torch.Tensor], depth: int) -> None:
@@ -118,24 +157,18 @@ def _collect(thing: Any, tensors: list[torch.Tensor], depth: int) -> None:
                 _collect(value, tensors, depth + 1)
 
 
-_DTYPE_NAMES = {
-    dtype: str(dtype).removeprefix("torch.")
-    for dtype in (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.uint8,
-        torch.bool,
-    )
-}
+_SHAPES: dict[tuple[Any, Any], str] = {}
 
 
 def _shape(tensor: torch.Tensor) -> str:
-    sizes = "x".join(map(str, tensor.shape)) or "scalar"
-    return f"{sizes} {_DTYPE_NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix('torch.')}"
+    key = (tensor.shape, tensor.dtype)
+    known = _SHAPES.get(key)
+    if known is None:
+        sizes = "x".join(map(str, tensor.shape)) or "scalar"
+        known = f"{sizes} {str(tensor.dtype).removeprefix('torch.')}"
+        if len(_SHAPES) < 10_000:
+            _SHAPES[key] = known
+    return known
 
 
 def real_tokens(batch: Batch, padding_idx: int | None) -> int | None:
@@ -143,10 +176,11 @@ def real_tokens(batch: Batch, padding_idx: int | None) -> int | None:
     if batch.mask is not None and batch.mask.device.type == "cpu":
         if batch.mask.numel() <= LARGEST_MASK:
             return int((batch.mask != 0).sum())
-    elif batch.ids is not None and padding_idx is not None and batch.ids.device.type == "cpu":
-        if batch.ids.numel() <= LARGEST_MASK:
-            return int((batch.ids != padding_idx).sum())
-    return None
+        return None
+    ids = batch.ids
+    if ids is None or padding_idx is None or ids.device.type != "cpu" or ids.numel() > LARGEST_MASK:
+        return None
+    return int((ids != padding_idx).sum())
 
 
 class Reading(NamedTuple):

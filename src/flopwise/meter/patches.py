@@ -49,3 +49,21 @@ class Patches:
             except Exception as error:
                 failures.append(f"{type(error).__name__}: {error}")
         return failures
+
+
+def never_compiled(function: Callable[..., Any], *, nor_what_it_calls: bool) -> Callable[..., Any]:
+    """Keeps Dynamo away from `function`, also where compiled code calls it.
+
+    What torch.compiler.disable does, without importing Dynamo into processes that never compile: the attribute stops
+    it from being inlined, the strategy on the code object from being compiled as a frame of its own.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    try:
+        from torch._C._dynamo import eval_frame
+
+        skip, default = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
+        strategy = eval_frame._FrameExecStrategy(skip, skip if nor_what_it_calls else default)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    except (ImportError, AttributeError, TypeError):
+        pass  # then a compiled optimizer step has more graph breaks, and is still right
+    return function

@@ -11,11 +11,12 @@ from torch import nn
 
 from flopwise.meter.found import (
     compiled_parts,
+    compiles_own_code,
     describe_batch,
     find_roots,
-    frames_compiled,
     is_optimized_module,
 )
+from flopwise.meter.replay import Snapshot, map_tensors
 from flopwise.meter.rows import EVALUATION
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class Roots:
         self._calls = 0
         self._depth = 0
         self._lead: int | None = None  # the first root called in this interval
+        self.keep_inputs = False  # copy the inputs of the next call, for a parity check
+        self.autocast: torch.dtype | None = None  # the script's own, around the last call
+        self._inputs: Snapshot | None = None
 
     def look(self, steps: int) -> None:
         """Called at the first step ends: finds the roots, and goes one level down while none is called."""
@@ -63,13 +67,27 @@ class Roots:
             self._watch(below)
         else:
             self.settled = True
-            self._session.note("the model is not called as a module: inputs and forward are not seen")
+            self._session.note(
+                "the model is not called as a module: inputs and forward are not seen"
+            )
 
     def release(self) -> None:
         """Takes every hook out."""
         while self._release:
             self._release.pop()()
         self._watched = []
+
+    def watch_again(self) -> None:
+        """Takes the hooks out and puts them where they belong now, after a fix has changed how a module is called."""
+        watched = self._watched
+        self.release()
+        self._watch(watched)
+
+    def take_inputs(self) -> Snapshot | None:
+        """Returns copies of what a root was last called with since `keep_inputs` was set, once."""
+        inputs, self._inputs = self._inputs, None
+        self.keep_inputs = False
+        return inputs
 
     @property
     def called(self) -> bool:
@@ -97,7 +115,7 @@ class Roots:
                 self._hook(module)
             elif getattr(module, "_compiled_call_impl", None) is not None:
                 self._wrap_slot(module)
-            elif frames_compiled() and not compiled_parts(module):
+            elif compiles_own_code() and not compiled_parts(module):
                 self._session.note(
                     f"{type(module).__name__} is called inside a function that the script compiles: "
                     "it is not watched, so as not to make the compiler start over"
@@ -156,11 +174,22 @@ class Roots:
                 self._lead = id(module)
             if self._lead == id(module):
                 signature = self._read(args, kwargs)
+                if self.keep_inputs or self._calls < 3:
+                    self._look_closely(module, args, kwargs)
                 if first and not interval.backwards:
                     session.counting.root_called(module, args, kwargs, signature)
             interval.own_ns += now() - started
         except Exception as error:
             session.fail(error)
+
+    def _look_closely(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Takes what only a few calls have to tell: the script's own autocast, and copies of the inputs on request."""
+        device = self._session.device.type
+        under = torch.is_autocast_enabled(device)
+        self.autocast = torch.get_autocast_dtype(device) if under else None
+        if self.keep_inputs:
+            args, kwargs = map_tensors((args, kwargs), lambda t: t.detach().clone())
+            self._inputs = Snapshot(module, args, kwargs, self.autocast)
 
     def _read(self, args: Any, kwargs: Any) -> str:
         session = self._session

@@ -43,8 +43,8 @@ def _optimizer_hooks_fire() -> bool:
     probe = Probe()
     fired = []
     try:
-        probe._optimizer_step_pre_hooks = {}  # type: ignore[assignment]
-        probe._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+        probe._optimizer_step_pre_hooks = {}
+        probe._optimizer_step_post_hooks = {}
         before = torch_optimizer.register_optimizer_step_pre_hook(
             lambda optimizer, args, kwargs: fired.append("pre") if optimizer is probe else None
         )

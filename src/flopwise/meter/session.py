@@ -27,7 +27,7 @@ from flopwise.meter import finish, marks, selftest
 from flopwise.meter.counting import Counting
 from flopwise.meter.found import Reading, describe_batch, frames_compiled, read_roots, real_tokens
 from flopwise.meter.graphs import Graphs
-from flopwise.meter.patches import Patches
+from flopwise.meter.patches import Patches, never_compiled
 from flopwise.meter.roots import Roots
 from flopwise.meter.rows import (
     COMPILED,
@@ -57,7 +57,9 @@ class Config:
     """What to measure."""
 
     folder: str | None = None  # the run folder; None: keep the record in memory (`Session.record`)
-    steps: int | None = None  # time exactly this many; None: 50 or more over at least 5 s, at most 60 s
+    steps: int | None = (
+        None  # time exactly this many; None: 50 or more over at least 5 s, at most 60 s
+    )
     warmup: int | None = None  # drop exactly this many; None: by rule
     stop_after: bool = False  # end the script once measured
     count: bool = True
@@ -99,7 +101,9 @@ class Session:
         self.record: Any = None
         self.pid = os.getpid()
         self.attach_ns = 0
-        self.uses_autocast = False
+        self.uses_scaler = False
+        self.autocast: torch.dtype | None = None  # put around the forward by a fix
+        self.plan: Any = None  # fixes to apply once the modules are known; has `apply()`
         self.interval = Interval()
         self._identities: dict[int, int] = {}
         self._events = 0  # optimizer events, nested ones not counted
@@ -180,7 +184,10 @@ class Session:
         handle = torch_optimizer.register_optimizer_step_post_hook(after)
         patches.hold(handle.remove, "hook: every optimizer, after step")
         patches.replace(
-            torch.autograd, "backward", self._backward(torch.autograd.backward), "torch.autograd.backward"
+            torch.autograd,
+            "backward",
+            self._backward(torch.autograd.backward),
+            "torch.autograd.backward",
         )
         patches.replace(
             _BaseDataLoaderIter,
@@ -192,7 +199,10 @@ class Session:
             DataLoader, "__iter__", self._start_loader(DataLoader.__iter__), "DataLoader.__iter__"
         )
         patches.replace(
-            torch.amp.GradScaler, "step", self._scaler_step(torch.amp.GradScaler.step), "GradScaler.step"
+            torch.amp.GradScaler,
+            "step",
+            self._scaler_step(torch.amp.GradScaler.step),
+            "GradScaler.step",
         )
         patches.replace(torch, "save", self._flagging(torch.save, SAVE), "torch.save")
         patches.replace(
@@ -240,7 +250,7 @@ class Session:
             self._optimizer_event(optimizer, started)
 
         for hook in (before, after):
-            hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+            never_compiled(hook, nor_what_it_calls=True)
         return before, after
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -273,7 +283,6 @@ class Session:
                     self._remember_watch()
                 interval.own_ns += now() - left + entered - started
 
-        backward._torchdynamo_disable = True  # type: ignore[attr-defined]
         return _like(backward, original)
 
     def _next_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -333,7 +342,7 @@ class Session:
         def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.live:
                 return original(scaler, optimizer, *args, **kwargs)
-            self.uses_autocast = True
+            self.uses_scaler = True
             before = self._events
             result = original(scaler, optimizer, *args, **kwargs)
             if self.live and self._events == before and not self._stack:
@@ -467,7 +476,7 @@ class Session:
             return
         event = None
         if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(self.device))
         counted = self.counting.step_ended()
         frames = frames_compiled()
@@ -515,7 +524,12 @@ class Session:
             self.roots.look(n)
             if self.roots.found:
                 self.reading = read_roots(self.roots.found)
-        if self.config.count and n >= 2 and not self.counting.tried and self.boundaries_known():
+        if self.plan is not None and self.roots.settled:
+            plan, self.plan = self.plan, None
+            plan.apply()
+            self.interval.flags |= COUNTED
+        waits = self.counting.tried or self.plan is not None
+        if self.config.count and n >= 2 and not waits and self.boundaries_known():
             self.counting.begin()
             return
         if self._is_warm(n):
@@ -532,7 +546,11 @@ class Session:
         """The rule that ends the warm-up; `finish.WARMUP_RULE` says it in words."""
         if self.config.warmup is not None:
             return n >= self.config.warmup
-        if n < 5 or (self.config.count and not self.counting.settled) or not self.boundaries_known():
+        if (
+            n < 5
+            or (self.config.count and not self.counting.settled)
+            or not self.boundaries_known()
+        ):
             return False
         last = self.rows[-3:]
         if any(row.flags & (COMPILED | COUNTED) for row in last[1:]):
@@ -613,7 +631,9 @@ class Session:
                 self.boundaries.close()
                 self.window.close()
                 self.detach()
-                self._write(finish.Snapshot.of(self, "partial: the script ended first"))
+                enough = self.config.steps is None and self._timed >= FIRST_RECORD_STEPS
+                status = "complete" if enough else "partial: the script ended first"
+                self._write(finish.Snapshot.of(self, status))
         except Exception as error:
             self._complain(error)
 
@@ -678,7 +698,11 @@ def _like(replacement: Callable[..., Any], original: Callable[..., Any]) -> Call
         except (AttributeError, TypeError):
             continue
     replacement.__wrapped__ = original  # type: ignore[attr-defined]
-    return replacement
+    return never_compiled(replacement, nor_what_it_calls=False)
+
+
+for _ours in (Session._guard, Session._remember_watch, Session.mark, Session._optimizer_event):
+    never_compiled(_ours, nor_what_it_calls=True)
 
 
 def _first_leaf(tensors: Any) -> torch.Tensor | None:

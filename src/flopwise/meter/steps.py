@@ -43,8 +43,12 @@ class Boundaries:
     def __init__(self) -> None:
         self.total = 0  # steps ended so far
         self.settled = False
-        self.cycle: tuple[int, ...] = ()  # one step, ending with its anchor; () while unknown or irregular
-        self._phase: list[int] = []  # events of this phase of the script, while a break would make us reconsider
+        self.cycle: tuple[
+            int, ...
+        ] = ()  # one step, ending with its anchor; () while unknown or irregular
+        self._phase: list[
+            int
+        ] = []  # events of this phase of the script, while a break would make us reconsider
         self._base = 0  # steps ended before this phase
         self._position = 0  # events into the cycle
         self._irregular: int | None = None

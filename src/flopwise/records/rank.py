@@ -17,7 +17,7 @@ class StepRow:
 
     ns: int  # device time if CUDA events were used, else host time
     host_ns: int
-    kind: str  # "timed" | "warmup" | "compile" | "counted" | "evaluation" | "checkpoint" | "epoch_start"
+    kind: str  # "timed" | "warmup" | "compile" | "counted", or pauses joined by "+": "evaluation", "checkpoint", "epoch_start"
     shape: str  # signature of the inputs of the root module, "" if unknown
     micro_batches: int
     samples: int | None

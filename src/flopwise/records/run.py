@@ -32,7 +32,7 @@ class Env:
 class Pause:
     """Time between steps that is kept out of the step time, by cause."""
 
-    kind: str  # "evaluation" | "checkpoint" | "epoch_start"
+    kind: str  # "evaluation", "checkpoint", "epoch_start", joined by "+" where one interval held several
     count: int  # intervals between steps that held one
     total_s: float  # what these intervals took beyond a mean steady step, summed
     evidence: str  # how it was recognised
@@ -75,7 +75,7 @@ class StepTime:
 
     mean: float
     median: float
-    ci95: tuple[float, float]  # 95 % interval of the mean (batch means, see trials.interval)
+    ci95: tuple[float, float] | None  # 95 % interval of the mean (docs/trials.md); None: one step only
     p10: float
     p90: float
     source: str  # "cuda events" | "host clock"

@@ -37,9 +37,11 @@ class Parity:
     loss_rel: float | None  # |new - old| / max(|old|, tiny)
     grad_rel: float | None  # ||g_new - g_old|| / ||g_old||, all parameters together
     grad_cosine: float | None
-    bound: float  # allowed grad_rel and loss_rel
+    bound: float  # allowed grad_rel
     bound_source: str
     detail: str
+    output_rel: float | None = None  # ||y_new - y_old|| / ||y_old||, all outputs together
+    loss_bound: float | None = None  # allowed loss_rel (output_rel where there is no loss)
 
 
 @dataclass(frozen=True)

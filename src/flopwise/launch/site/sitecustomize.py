@@ -4,11 +4,15 @@ It hands over to the sitecustomize that it hides, takes its own folder off sys.p
 imported; only then is any other part of flopwise loaded. Without FLOPWISE_RUN in the environment it does nothing.
 """
 
+from __future__ import annotations
+
+import contextlib
 import os
 import sys
+from typing import Any
 
 
-def _hand_over(here):
+def _hand_over(here: str) -> None:
     """Runs the sitecustomize that ours hides, as Python itself would have, and puts it in our place."""
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
@@ -29,17 +33,17 @@ def _hand_over(here):
         raise
 
 
-def _same(path, here):
+def _same(path: str, here: str) -> bool:
     return bool(path) and os.path.abspath(path) == here
 
 
 class _AfterTorch:
     """A finder that finds nothing itself: it only learns when torch has been imported."""
 
-    def __init__(self, package):
+    def __init__(self, package: str) -> None:
         self._package = package
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
             return None
         from importlib.util import find_spec
@@ -48,30 +52,27 @@ class _AfterTorch:
         spec = find_spec("torch")
         if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
             return spec
-        run, package = spec.loader.exec_module, self._package
+        loader: Any = spec.loader
+        run, package = loader.exec_module, self._package
 
-        def exec_module(module):
-            try:
-                del spec.loader.exec_module
-            except AttributeError:
-                pass
+        def exec_module(module: Any) -> None:
+            with contextlib.suppress(AttributeError):
+                del loader.exec_module
             run(module)
             _attach(package)
 
-        try:
-            spec.loader.exec_module = exec_module
-        except Exception:
-            pass
+        with contextlib.suppress(Exception):
+            loader.exec_module = exec_module
         return spec
 
 
-def _attach(package):
+def _attach(package: str) -> None:
     """Loads flopwise from the folder that started this run, and attaches. Never raises."""
     try:
         if "flopwise" not in sys.modules:
             from importlib.util import module_from_spec, spec_from_file_location
 
-            spec = spec_from_file_location(
+            spec: Any = spec_from_file_location(
                 "flopwise",
                 os.path.join(package, "__init__.py"),
                 submodule_search_locations=[package],
@@ -83,16 +84,13 @@ def _attach(package):
 
         bootstrap.attach()
     except Exception as error:
-        try:
+        with contextlib.suppress(Exception):
             sys.stderr.write(
-                "flopwise: could not attach (%s: %s); the script runs unmeasured\n"
-                % (type(error).__name__, error)
+                f"flopwise: could not attach ({type(error).__name__}: {error}); the script runs unmeasured\n"
             )
-        except Exception:
-            pass
 
 
-def _main():
+def _main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     if os.environ.get("FLOPWISE_RUN") and os.environ.get("FLOPWISE_DISABLE", "") in ("", "0"):
         sys.meta_path.insert(0, _AfterTorch(os.path.dirname(os.path.dirname(here))))

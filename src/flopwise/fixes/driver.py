@@ -1,0 +1,341 @@
+"""Trials inside a running, unmodified training process: fixes are switched on and off between steps and compared.
+
+The driver watches the meter's step ends. Written as a generator, it reads like the trial it is: wait for a steady
+state, check, compare the numbers on a snapshot, switch in randomised blocks until the intervals decide, keep or undo.
+It never blocks a step: on a GPU the durations are CUDA events, read when the device has passed them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Generator
+from typing import Any
+
+import torch
+
+from flopwise.fixes.application import facts_of, scene_of
+from flopwise.fixes.interface import Applied, Declined, Fix
+from flopwise.fixes.registry import FIXES
+from flopwise.meter.found import frames_compiled
+from flopwise.meter.replay import Snapshot
+from flopwise.meter.rows import COMPILED, COUNTED, EPOCH, EVALUATION, SAVE, Row
+from flopwise.meter.session import Session, StopTraining
+from flopwise.records.store import write_text
+from flopwise.records.verdict import Comparison, Parity, Trial
+from flopwise.trials.compare import PairedComparison
+from flopwise.trials.schedule import BlockPlan, Schedule, plan_blocks
+
+#: Steps that hold something else than a steady step are no measurement.
+UNSTEADY = EVALUATION | SAVE | EPOCH | COMPILED | COUNTED
+#: Steady steps that the block length is planned from.
+PLANNING_STEPS = 24
+WASHOUT_STEPS = 2
+MIN_PAIRS = 8
+MAX_PAIRS = 40
+#: Steps a fix may take to settle after it was first switched on, and seconds (a compilation).
+SETTLING_STEPS = 60
+
+Steps = Generator[None, Row, Any]
+
+
+class Driver:
+    """Runs the trials of one process and writes what it finds to the run folder's trials.json."""
+
+    def __init__(self, session: Session, options: dict[str, Any]) -> None:
+        self._session = session
+        self._path = os.path.join(str(session.config.folder), "trials.json")
+        self._deadline = time.monotonic() + float(options["budget_s"])
+        self._per_fix_s = float(options["per_fix_s"])
+        self._fixes = [f for f in FIXES if f.code in options["fixes"]]
+        self._comparisons = int(options.get("comparisons", len(self._fixes)))
+        self._seed = int(options.get("seed", 0))
+        self._with_aa = bool(options.get("aa", True))
+        self._trials: list[Trial] = []
+        self._aa: Comparison | None = None
+        self._notes: list[str] = []
+        self._steps: Steps | None = None
+        self._previous: Row | None = None
+        self._rows: list[Row] = []
+
+    def __call__(self, session: Session, row: Row) -> None:
+        """Takes one step end from the meter."""
+        if self._steps is None:
+            self._steps = self._all()
+            next(self._steps)
+        try:
+            self._steps.send(row)
+        except StopIteration:
+            self._write("complete")
+            session.detach()
+            raise StopTraining from None
+
+    # ------------------------------------------------------------------ the script of the trials
+
+    def _all(self) -> Steps:
+        yield from self._until_known()
+        plan = yield from self._plan()
+        if self._with_aa:
+            self._aa = yield from self._aa_trial(plan)
+            self._write("running")
+        for kind in self._fixes:
+            fix = kind()
+            if time.monotonic() > self._deadline:
+                self._add(fix, "declined", "the time budget was used up before it was tried")
+                continue
+            yield from self._try(fix)
+            self._write("running")
+
+    def _try(self, fix: Fix) -> Steps:
+        rows = yield from self._steady(PLANNING_STEPS)
+        scene = scene_of(self._session, rows)
+        answer = fix.check(scene)
+        if isinstance(answer, Declined):
+            self._add(fix, "declined", answer.reason)
+            return
+        self._session.roots.keep_inputs = True
+        yield from self._steady(2)
+        snapshot = self._session.roots.take_inputs()
+        if snapshot is None:
+            self._add(
+                fix, "declined", "the inputs of the model were not seen, so parity cannot be judged"
+            )
+            return
+        scene = dataclasses.replace(scene, facts=facts_of(self._session, snapshot.autocast))
+        answer = fix.check(scene)
+        if isinstance(answer, Declined):
+            self._add(fix, "declined", answer.reason)
+            return
+        try:
+            applied = fix.apply(scene)
+        except Exception as error:
+            self._add(fix, "declined", f"could not be applied: {_words(error)}")
+            return
+        kept = False
+        try:
+            kept = yield from self._judge(fix, applied, snapshot, rows)
+        except StopTraining:
+            raise
+        except Exception as error:
+            self._add(fix, "declined", f"failed while it was tried: {_words(error)}")
+        finally:
+            if not kept:
+                applied.undo()
+        yield from self._steady(WASHOUT_STEPS)
+
+    def _judge(self, fix: Fix, applied: Applied, snapshot: Snapshot, rows: list[Row]) -> Steps:
+        parity = applied.verify(snapshot)
+        yield  # the step after a parity check is not a steady one
+        if not parity.passed:
+            self._add(
+                fix, "not kept", f"parity failed: {parity.detail}", parity=parity, applied=applied
+            )
+            return False
+        started = time.monotonic()
+        applied.enable()
+        trouble = yield from self._settle(applied)
+        warm_s = time.monotonic() - started
+        if trouble:
+            self._add(fix, "declined", trouble, parity=parity, applied=applied)
+            return False
+        applied.disable()
+        plan = self._blocks(rows)
+        comparison = PairedComparison(comparisons=self._comparisons)
+        yield from self._compare(plan, comparison, applied, control_every=0)
+        found = comparison.comparison()
+        trouble = applied.failure()
+        if trouble:
+            self._add(fix, "declined", trouble, found, parity, applied)
+            return False
+        if found is None:
+            self._add(
+                fix,
+                "declined",
+                "the script or the time ended before enough blocks had run",
+                None,
+                parity,
+                applied,
+            )
+            return False
+        kept = found.outcome == "faster"
+        self._add(
+            fix, "kept" if kept else "not kept", _reason(found, warm_s), found, parity, applied
+        )
+        if kept:
+            applied.enable()
+        return kept
+
+    def _settle(self, applied: Applied) -> Steps:
+        """Waits until a fix that was just switched on has reached its steady state; returns what went wrong, if so."""
+        deadline = time.monotonic() + self._per_fix_s
+        frames = frames_compiled()
+        quiet = 0
+        for _ in range(SETTLING_STEPS):
+            yield
+            if applied.failure():
+                return applied.failure()
+            if time.monotonic() > deadline:
+                return f"not settled after {self._per_fix_s:.0f} s"
+            if frames == frames_compiled() and applied.settled():
+                quiet += 1
+            else:
+                quiet, frames = 0, frames_compiled()
+            if quiet >= 4:
+                return None
+        return f"not settled after {SETTLING_STEPS} steps"
+
+    def _aa_trial(self, plan: BlockPlan) -> Steps:
+        """Compares the script with itself: what the machinery calls a difference where there is none."""
+        comparison = PairedComparison()
+        yield from self._compare(plan, comparison, None, control_every=1)
+        return comparison.control()
+
+    def _compare(
+        self,
+        plan: BlockPlan,
+        comparison: PairedComparison,
+        applied: Applied | None,
+        *,
+        control_every: int,
+    ) -> Steps:
+        self._seed += 1
+        schedule = Schedule(self._seed, plan.block_steps, plan.washout_steps, control_every)
+        deadline = min(self._deadline, time.monotonic() + self._per_fix_s)
+        if applied is not None and schedule.arm == "new":
+            applied.enable()
+        waiting: deque[tuple[Row, Row]] = deque()
+        before = yield
+        pairs_wanted = MIN_PAIRS if applied is None else MAX_PAIRS
+        while True:
+            row = yield
+            keep = not row.flags & UNSTEADY and (applied is None or applied.settled())
+            toggle = schedule.tick(keep)
+            waiting.append((before, row))
+            before = row
+            while waiting and _passed(waiting[0][1]):
+                pair = schedule.feed(_seconds(*waiting.popleft()))
+                if pair is not None:
+                    comparison.add(pair)
+            if toggle is not None and applied is not None:
+                (applied.enable if toggle == "new" else applied.disable)()
+            pairs = comparison.control_pairs if applied is None else comparison.pairs
+            done = (
+                pairs >= pairs_wanted
+                if applied is None
+                else comparison.decided(MIN_PAIRS, pairs_wanted)
+            )
+            if done or time.monotonic() > deadline or (applied is not None and applied.failure()):
+                break
+        if applied is not None:
+            applied.disable()
+
+    # ------------------------------------------------------------------ waiting
+
+    def _until_known(self) -> Steps:
+        """Waits until it is known what a step is and which modules train."""
+        session = self._session
+        for _ in range(200):
+            row = yield
+            if session.boundaries_known() and session.roots.settled and len(session.rows) >= 5:
+                if not row.flags & UNSTEADY:
+                    return
+
+    def _steady(self, n: int) -> Steps:
+        """Waits for n steady steps and returns their rows, the row before them first."""
+        rows: list[Row] = []
+        before = yield
+        for _ in range(20 * n):
+            row = yield
+            if not row.flags & UNSTEADY:
+                rows.append(row._replace(data_ns=row.data_ns, end_ns=row.end_ns - before.end_ns))
+            before = row
+            if len(rows) == n:
+                break
+        return rows
+
+    def _plan(self) -> Steps:
+        rows = yield from self._steady(PLANNING_STEPS)
+        return self._blocks(rows)
+
+    def _blocks(self, rows: list[Row]) -> BlockPlan:
+        """Returns how long blocks should be; `rows` carry the length of their step in `end_ns`."""
+        spans = [row.end_ns * 1e-9 for row in rows]
+        plan = plan_blocks(
+            spans, budget_s=self._per_fix_s, pairs=2 * MIN_PAIRS, washout_steps=WASHOUT_STEPS
+        )
+        return plan
+
+    # ------------------------------------------------------------------ results
+
+    def _add(
+        self,
+        fix: Fix,
+        verdict: str,
+        reason: str,
+        comparison: Comparison | None = None,
+        parity: Parity | None = None,
+        applied: Applied | None = None,
+    ) -> None:
+        self._trials.append(
+            Trial(
+                fix=fix.code,
+                name=fix.name,
+                verdict=verdict,
+                reason=reason,
+                ratio=comparison.ratio if comparison else None,
+                ci95=comparison.ci95 if comparison else None,
+                comparison=comparison,
+                parity=parity,
+                setting=dict(applied.setting) if applied is not None else {},
+            )
+        )
+
+    def _write(self, status: str) -> None:
+        content = {
+            "schema": "flopwise.trials/1",
+            "status": status,
+            "torch": str(torch.__version__),
+            "device": self._session.device.type,
+            "trials": [dataclasses.asdict(trial) for trial in self._trials],
+            "aa": dataclasses.asdict(self._aa) if self._aa is not None else None,
+            "notes": self._notes,
+        }
+        from pathlib import Path
+
+        write_text(Path(self._path), json.dumps(content, indent=1) + "\n")
+
+
+def install(session: Session, options: dict[str, Any]) -> None:
+    """Makes `session` run trials instead of a measurement."""
+    session.observers.append(Driver(session, options))
+
+
+def _passed(row: Row) -> bool:
+    return row.event is None or bool(row.event.query())
+
+
+def _seconds(before: Row, row: Row) -> float:
+    if row.event is not None and before.event is not None:
+        return max(float(before.event.elapsed_time(row.event)) * 1e-3, 1e-9)
+    return max((row.end_ns - before.end_ns) * 1e-9, 1e-9)
+
+
+def _reason(found: Comparison, warm_s: float) -> str:
+    saved_s = found.old_s - found.new_s
+    if found.outcome == "faster":
+        gain = f"{100 * (1 - found.ratio):.1f} % less time a step"
+        if warm_s > 2 and saved_s > 0:
+            return f"{gain}; its warm-up of {warm_s:.0f} s pays back after {warm_s / saved_s:.0f} steps"
+        return gain
+    if found.outcome == "slower":
+        return f"slower by {100 * (found.ratio - 1):.1f} %"
+    detail = f" ({found.note})" if found.note else ""
+    return f"no gain shown: a gain of {100 * found.minimum_detectable_frac:.1f} % would have been{detail}"
+
+
+def _words(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

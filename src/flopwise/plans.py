@@ -1,0 +1,136 @@
+"""plan.toml: written by a tune, read by people, checked before it is applied. A plan is untrusted input."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import sys
+from pathlib import Path
+from typing import Any
+
+from flopwise.errors import PlanError
+from flopwise.hardware.host import cpu_model
+from flopwise.launch.command import Job
+from flopwise.records.plan import SCHEMA, Plan
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def load(path: Path) -> Plan:
+    """Returns the plan stored at `path`, checked field by field.
+
+    Raises:
+        PlanError: missing, not TOML, of another version, or with a field of the wrong type.
+    """
+    import msgspec
+
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise PlanError(
+            f"{path}: cannot be read ({error.strerror}). Nothing was started"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path}: not TOML ({error}). Nothing was started") from error
+    if data.get("schema") != SCHEMA:
+        raise PlanError(
+            f"{path}: schema {str(data.get('schema'))[:60]!r}, this flopwise reads {SCHEMA!r}. Nothing was started"
+        )
+    try:
+        return msgspec.convert(data, Plan)
+    except msgspec.ValidationError as error:
+        raise PlanError(f"{path}: {error}. Edited by hand? Nothing was started") from error
+
+
+def dump(plan: Plan) -> str:
+    """Returns a plan as TOML with a comment that says what it is."""
+    import tomli_w
+
+    head = (
+        "# A plan of flopwise: fixes that were measured to make this script faster, with the evidence.\n"
+        "# ratio is t_new / t_old. Use it with: flopwise run --plan THIS_FILE SCRIPT ...\n\n"
+    )
+    return head + tomli_w.dumps(_without_none(dataclasses.asdict(plan)))
+
+
+def check(plan: Plan, job: Job, *, force: bool) -> list[str]:
+    """Returns how the plan differs from what it was made for; differences are allowed only with `force`.
+
+    Raises:
+        PlanError: the script, torch or the device is another one, or a fix is unknown.
+    """
+    differences = []
+    sha = sha256_of(job)
+    if plan.script_sha256 and sha and sha != plan.script_sha256:
+        differences.append(
+            f"{job.script} has changed since (or is another script than {plan.script})"
+        )
+    torch = torch_version()
+    if torch is not None and plan.torch != torch:
+        differences.append(f"torch is {torch}, it was {plan.torch}")
+    device = device_name()
+    if plan.device != device:
+        differences.append(f"the device is {device}, it was {plan.device}")
+    if differences and not force:
+        raise PlanError(
+            f"the plan does not fit: {'; '.join(differences)}. Nothing was started; tune again, or give --force-plan"
+        )
+    return differences
+
+
+def to_apply(plan: Plan) -> list[str]:
+    """Returns the codes of the plan's fixes.
+
+    Raises:
+        PlanError: no fixes in it, or one that has no code.
+    """
+    codes = [fix.code for fix in plan.fixes]
+    if not codes:
+        raise PlanError("the plan holds no fix: there is nothing to apply. Run without --plan")
+    return codes
+
+
+def sha256_of(job: Job) -> str:
+    """Returns the SHA-256 of the script's bytes; "" where there is no script file."""
+    if job.file is None:
+        return ""
+    try:
+        return hashlib.sha256(Path(job.file).read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def torch_version() -> str | None:
+    """Returns the version of torch that is installed beside flopwise, without importing it."""
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def device_name() -> str:
+    """Returns the name of the first NVIDIA device, or the CPU's model."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        try:
+            name = pynvml.nvmlDeviceGetName(pynvml.nvmlDeviceGetHandleByIndex(0))
+            return name.decode() if isinstance(name, bytes) else str(name)
+        finally:
+            pynvml.nvmlShutdown()
+    except Exception:
+        return cpu_model()
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: what is None is left out."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_none(item) for item in value]
+    return value

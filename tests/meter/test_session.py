@@ -1,0 +1,520 @@
+"""Steps are found right, whatever the loop looks like, and nothing of the run changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import flopwise
+from flopwise.meter.session import Config, Session
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def loss_of(net: nn.Module, n: int = 6) -> torch.Tensor:
+    return net(torch.randn(n, 8)).square().mean()
+
+
+def plain_loop(net: nn.Module, optimizer: Any, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_of(net).backward()
+        optimizer.step()
+
+
+class Nested(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class OwnBase(torch.optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= 0.01 * p.grad
+
+
+class DuckTyped:
+    """Knows nothing of torch.optim."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = list(params)
+
+    def zero_grad(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+    def step(self) -> None:
+        with torch.no_grad():
+            for p in self.params:
+                p.sub_(0.01 * p.grad)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, Nested, OwnBase])
+def test_each_optimizer_step_is_a_step(measure: Any, kind: Any) -> None:
+    net = model()
+    optimizer = kind(net.parameters(), lr=0.01) if kind is not OwnBase else kind(net.parameters())
+    measured = measure(lambda: plain_loop(net, optimizer, 12))
+    assert measured.record.steps_seen == 12
+    assert measured.record.boundary == "optimizer"
+    assert len(measured.record.rows) == 11  # the first step has no beginning that anyone saw
+
+
+def test_a_fused_optimizer_counts_once(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    assert measure(lambda: plain_loop(net, optimizer, 9)).record.steps_seen == 9
+
+
+def test_a_closure_is_one_step_and_its_backward_is_not_optimizer_time(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(net, 4000)
+        loss.backward()
+        return loss
+
+    measured = measure(lambda: [optimizer.step(closure) for _ in range(10)])
+    assert measured.record.steps_seen == 10
+    row = measured.record.rows[-1]
+    assert row.backward_ns > 0
+    assert row.optimizer_ns < row.host_ns - row.backward_ns
+
+
+def test_lbfgs_evaluates_often_and_steps_once(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=4)
+    x = torch.randn(6, 8)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    measured = measure(lambda: [optimizer.step(closure) for _ in range(5)])
+    assert measured.record.steps_seen == 5
+
+
+def test_a_gan_takes_one_step_a_cycle(measure: Any) -> None:
+    d, g = model(), model()
+    opt_d, opt_g = (torch.optim.Adam(net.parameters()) for net in (d, g))
+
+    def train() -> None:
+        for _ in range(8):
+            for _ in range(2):
+                plain_loop(d, opt_d, 1)
+            plain_loop(g, opt_g, 1)
+
+    measured = measure(train)
+    assert measured.record.steps_seen == 8
+    assert measured.record.boundary == "optimizer cycle of 3 (2 optimizers)"
+    assert measured.record.rows[-1].micro_batches == 3
+
+
+def test_an_optimizer_for_every_parameter_in_backward(measure: Any) -> None:
+    net = model()
+    each = {p: torch.optim.SGD([p], lr=0.01) for p in net.parameters()}
+
+    def update(p: nn.Parameter) -> None:
+        each[p].step()
+        each[p].zero_grad()
+
+    for p in net.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    measured = measure(lambda: [loss_of(net).backward() for _ in range(7)])
+    assert measured.record.steps_seen == 7
+    assert measured.record.rows[-1].micro_batches == 1
+
+
+def test_accumulation_is_one_step_of_several_micro_batches(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for _ in range(9):
+            optimizer.zero_grad()
+            for _ in range(4):
+                loss_of(net).backward()
+            optimizer.step()
+
+    measured = measure(train)
+    assert measured.record.steps_seen == 9
+    row = measured.record.rows[-1]
+    assert (row.micro_batches, row.samples, row.shape) == (4, 24, "6x8 float32")
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_duck_typed_optimizer_falls_back_on_fresh_gradients(
+    measure: Any, accumulate: int, set_to_none: bool
+) -> None:
+    net = model()
+
+    def train() -> None:
+        for _ in range(10):
+            net.zero_grad(set_to_none=set_to_none)
+            for _ in range(accumulate):
+                loss_of(net).backward()
+            for p in net.parameters():
+                p.data.add_(p.grad, alpha=-0.01)  # the version of p does not move
+
+    measured = measure(train)
+    assert measured.record.boundary == "backward"
+    # The first window is opened, not ended, by the first backward; the last is open when the script ends.
+    assert measured.record.steps_seen in (9, 10)
+    assert measured.record.rows[-1].micro_batches == accumulate
+    assert any("flopwise.step()" in note for note in measured.record.notes)
+
+
+def test_a_duck_typed_optimizer_with_its_own_object(measure: Any) -> None:
+    net = model()
+    assert measure(lambda: plain_loop(net, DuckTyped(net.parameters()), 10)).record.steps_seen in (9, 10)
+
+
+def test_marks_take_over(measure: Any) -> None:
+    net = model()
+    optimizer = DuckTyped(net.parameters())
+
+    def train() -> None:
+        for _ in range(10):
+            plain_loop(net, optimizer, 2)
+            flopwise.step()
+
+    measured = measure(train)
+    assert (measured.record.steps_seen, measured.record.boundary) == (10, "mark")
+
+
+def test_a_mark_without_the_meter_does_nothing() -> None:
+    flopwise.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_scaler_skips_is_time_without_an_update(measure: Any, fused: bool) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def train() -> None:
+        for i in range(12):
+            optimizer.zero_grad()
+            loss = loss_of(net)
+            scaler.scale(loss * (float("inf") if i in (8, 10) else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    measured = measure(train)
+    assert measured.record.steps_seen == 12
+    assert [i + 1 for i, row in enumerate(measured.record.rows) if row.skipped] == [8, 10]
+
+
+def test_a_step_that_raises_does_not_lose_the_following_ones(measure: Any) -> None:
+    net = model()
+    optimizer = OwnBase(net.parameters())
+
+    def train() -> None:
+        for i in range(12):
+            loss_of(net).backward()
+            if i == 5:
+                broken, net[0].weight.grad = net[0].weight.grad, None
+                with pytest.raises(TypeError):
+                    optimizer.step()
+                net[0].weight.grad = broken
+            optimizer.step()
+            net.zero_grad()
+
+    assert measure(train).record.steps_seen == 12
+
+
+def loader(n: int = 60) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(n, 8), torch.randint(0, 4, (n,))), batch_size=6)
+
+
+def test_evaluation_saving_and_epoch_starts_are_kept_apart(measure: Any, tmp_path: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    train_set, test_set = loader(120), loader(30)
+
+    def train() -> None:
+        for _ in range(4):
+            for x, y in train_set:
+                optimizer.zero_grad()
+                F.cross_entropy(net(x), y).backward()
+                optimizer.step()
+            with torch.no_grad():
+                for x, _ in test_set:
+                    net(x)
+            torch.save(net.state_dict(), tmp_path / "net.pt")
+
+    measured = measure(train)
+    assert measured.record.steps_seen == 80
+    kinds = measured.kinds()
+    # Evaluation, save and the next epoch's start all fall between the same two steps.
+    assert [i for i, kind in enumerate(kinds) if "evaluation" in kind] == [19, 39, 59]
+    assert [i for i, kind in enumerate(kinds) if "checkpoint" in kind] == [19, 39, 59]
+    assert all(row.samples == 6 for row in measured.record.rows)
+    assert measured.record.counted_from == "leading dimension of the loader's batches"
+
+
+def test_a_forward_without_gradient_in_every_step_is_part_of_the_step(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for _ in range(30):
+            with torch.no_grad():
+                net(torch.randn(6, 8))
+            plain_loop(net, optimizer, 1)
+
+    assert "evaluation" not in measure(train).kinds()
+
+
+def test_waiting_for_data_is_told(measure: Any) -> None:
+    class Slow(torch.utils.data.Dataset[torch.Tensor]):
+        def __len__(self) -> int:
+            return 80
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            torch.randn(300, 300) @ torch.randn(300, 300)
+            return torch.randn(8)
+
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for x in DataLoader(Slow(), batch_size=4):
+            optimizer.zero_grad()
+            net(x).square().mean().backward()
+            optimizer.step()
+
+    rows = measure(train).record.rows
+    assert sum(r.data_ns for r in rows[2:]) > 0.5 * sum(r.host_ns for r in rows[2:])
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8, padding_idx=0)
+        self.head = nn.Linear(8, 50)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None) -> torch.Tensor:
+        return self.head(self.table(input_ids))
+
+
+def test_tokens_and_real_tokens_are_counted_where_they_are_visible(measure: Any) -> None:
+    ids = torch.randint(1, 50, (40, 10))
+    mask = torch.ones_like(ids)
+    mask[:, 7:] = 0
+    data = [{"input_ids": i, "attention_mask": m} for i, m in zip(ids, mask, strict=True)]
+    net = Words()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for batch in DataLoader(data, batch_size=4):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            net(**batch).square().mean().backward()
+            optimizer.step()
+
+    row = measure(train).record.rows[-1]
+    assert (row.samples, row.tokens, row.real_tokens) == (4, 40, 28)
+
+
+def test_time_first_models_have_samples_in_the_second_dimension(measure: Any) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(50, 8)
+            self.cell = nn.GRU(8, 8)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.cell(self.table(ids))[0]
+
+    net = Recurrent()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for _ in range(8):
+            optimizer.zero_grad()
+            net(torch.randint(0, 50, (35, 5))).square().mean().backward()
+            optimizer.step()
+
+    row = measure(train).record.rows[-1]
+    assert (row.samples, row.tokens) == (5, 175)
+
+
+def test_a_root_that_is_never_called_is_looked_through(measure: Any) -> None:
+    class Task(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+
+        def training_step(self) -> torch.Tensor:
+            return loss_of(self.net)
+
+    task = Task()
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.01)
+
+    def train() -> None:
+        for _ in range(10):
+            optimizer.zero_grad()
+            task.training_step().backward()
+            optimizer.step()
+
+    row = measure(train).record.rows[-1]
+    assert (row.shape, row.samples) == ("6x8 float32", 6)
+    assert row.forward_ns
+
+
+@pytest.mark.parametrize("how", ["wrapper", "in place", "function", "optimizer"])
+def test_compiled_code_is_neither_recompiled_nor_broken(measure: Any, how: str) -> None:
+    torch._dynamo.reset()
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    forward: Any = net
+    step: Any = optimizer.step
+    if how == "wrapper":
+        forward = torch.compile(net, backend="eager", fullgraph=True)
+    elif how == "in place":
+        net.compile(backend="eager")
+    elif how == "function":
+        forward = torch.compile(lambda x: net(x).square(), backend="eager", fullgraph=True)
+    else:
+        step = torch.compile(optimizer.step, backend="eager")
+
+    def train(steps: int = 12) -> int:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            forward(torch.randn(6, 8)).mean().backward()
+            step()
+        return int(torch._dynamo.utils.counters["frames"]["ok"])
+
+    alone = train()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    measured = measure(train)
+    assert measured.record.steps_seen == 12
+    assert torch._dynamo.utils.counters["frames"]["ok"] <= alone
+    shape = "" if how == "function" else "6x8 float32"
+    assert measured.record.rows[-1].shape == shape
+    torch._dynamo.reset()
+
+
+def test_results_are_bit_for_bit_those_without_the_meter(measure: Any) -> None:
+    start = model()
+
+    def trained(with_meter: bool) -> dict[str, torch.Tensor]:
+        net = copy.deepcopy(start)
+        optimizer = torch.optim.AdamW(net.parameters())
+        torch.manual_seed(1)
+        if with_meter:
+            measure(lambda: plain_loop(net, optimizer, 20), count=True)
+        else:
+            plain_loop(net, optimizer, 20)
+        return net.state_dict()
+
+    bare, metered = trained(False), trained(True)
+    assert all(torch.equal(bare[name], metered[name]) for name in bare)
+
+
+def test_everything_is_taken_out_again() -> None:
+    watched = {
+        "backward": torch.autograd.backward,
+        "save": torch.save,
+        "eval": nn.Module.eval,
+        "iter": DataLoader.__iter__,
+        "scaler": torch.amp.GradScaler.step,
+    }
+    hooks = (
+        len(torch_optimizer._global_optimizer_pre_hooks),
+        len(torch_optimizer._global_optimizer_post_hooks),
+    )
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    session = Session(Config(steps=3))
+    session.attach()
+    plain_loop(net, optimizer, 30)
+    assert session.phase == "done"
+    assert watched == {
+        "backward": torch.autograd.backward,
+        "save": torch.save,
+        "eval": nn.Module.eval,
+        "iter": DataLoader.__iter__,
+        "scaler": torch.amp.GradScaler.step,
+    }
+    assert hooks == (
+        len(torch_optimizer._global_optimizer_pre_hooks),
+        len(torch_optimizer._global_optimizer_post_hooks),
+    )
+    assert not net._forward_pre_hooks
+    reference = session.optimizers[0]
+    del optimizer, net
+    gc.collect()
+    assert reference() is None  # nothing of the user's is kept alive
+
+
+def test_a_fault_of_ours_is_reported_and_the_loop_goes_on(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    session = Session(Config())
+
+    def broken(started: int) -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(session, "_warm_up", broken)
+    session.attach()
+    before = net[0].weight.clone()
+    plain_loop(net, optimizer, 5)
+    assert not torch.equal(before, net[0].weight)
+    assert not session.live
+    message = capsys.readouterr().err
+    assert message.count("flopwise:") == 1
+    assert "planted" in message
+    assert "goes on unmeasured" in message
+
+
+def test_another_patch_on_top_of_ours_is_left_alone() -> None:
+    session = Session(Config())
+    session.attach()
+    ours = torch.save
+    calls = []
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return ours(*args, **kwargs)
+
+    torch.save = theirs
+    try:
+        session.detach()
+        assert torch.save is theirs
+        import io
+
+        torch.save({"a": 1}, io.BytesIO())
+        assert calls
+    finally:
+        torch.save = ours.__wrapped__  # type: ignore[attr-defined]
+
+
+def test_exactly_the_steps_that_were_asked_for_are_timed(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    measured = measure(lambda: plain_loop(net, optimizer, 40), steps=7, warmup=4)
+    assert measured.kinds().count("timed") == 7
+    assert measured.kinds()[:3] == ["warmup"] * 3
