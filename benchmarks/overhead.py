@@ -61,10 +61,10 @@ def attached(device: str, target_ms: float, depth: int, seconds: float) -> dict[
     """Returns the ratio of the step time with the meter to that without, and the control's."""
     end = time.monotonic() + seconds
     loop, meter = Loop(device, *shape(device, target_ms), depth), Meter()
-    step_s = loop.block(20).step_s
+    first_s = loop.block(20).step_s
     loop.block(5, meter)
-    steps = max(10, round(BLOCK_S / step_s))
-    rounds = rounds_in(end - time.monotonic(), step_s, steps)
+    steps = max(10, round(BLOCK_S / first_s))
+    rounds = rounds_in(end - time.monotonic(), first_s, steps)
     coin = random.Random(0)
     took: dict[str, list[Block]] = {"meter": [], "bare": [], "again": []}
     own = []

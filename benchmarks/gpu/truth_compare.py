@@ -4,8 +4,9 @@ A script writes the intervals between its optimizer steps, by its own CUDA event
 (jobs/truth.py). flopwise writes one row an interval. Row i and interval i + shift are the same
 step; the shift follows from how many steps flopwise saw, and is checked against the pattern of the
 times. Then, over the steps that flopwise timed: its mean against the truth's, and its MFU against
-FLOPs by hand over the truth's mean. The last timed step is left out on both sides: flopwise takes
-itself out between its own boundary and the script's, so the script's interval holds that, too.
+FLOPs by hand over the truth's mean. A timed step that an untimed one follows is left out on both
+sides: what flopwise does once at such a boundary (a first record, taking itself out) it books on the
+untimed side, while the script's mark, which comes later, has it in the timed step.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ class Outcome:
     verdict: str = "not run"  # "pass" | "FAIL" | "not run"
     reason: str = ""
     wall_s: float = 0.0
-    timed: int | None = None
+    timed: int | None = None  # steps compared
+    left_out: int | None = None  # timed steps that an untimed one follows
     ours_ms: float | None = None
     truth_ms: float | None = None
     step_ratio: float | None = None
-    step_ratio_with_last: float | None = None
+    step_ratio_all: float | None = None  # with the steps that were left out
     mfu: float | None = None
     mfu_by_hand: float | None = None
     mfu_ratio: float | None = None
@@ -110,18 +112,18 @@ def compare(
         outcome.verdict = "FAIL"
         outcome.reason = f"{len(pairs)} of {len(timed_ms)} timed rows have a truth"
         return
-    outcome.timed = len(pairs)
-    outcome.ours_ms = record["step_s"]["mean"] * 1e3
-    outcome.step_ratio_with_last = mean_ratio(pairs)
-    pairs = pairs[:-1]
+    mean_ms, rows_mean_ms = record["step_s"]["mean"] * 1e3, statistics.fmean(timed_ms.values())
+    if abs(rows_mean_ms / mean_ms - 1) > 1e-6:
+        outcome.notes.append(f"the record's mean {mean_ms} ms is not its rows', {rows_mean_ms} ms")
+    outcome.step_ratio_all = mean_ratio(pairs)
+    pairs = [pair for k, pair in zip(timed_ms, pairs, strict=True) if k + 1 in timed_ms]
+    outcome.timed, outcome.left_out = len(pairs), len(timed_ms) - len(pairs)
+    outcome.ours_ms = statistics.fmean(row for row, _ in pairs)
     outcome.truth_ms = statistics.fmean(true for _, true in pairs)
     outcome.step_ratio = mean_ratio(pairs)
     outcome.worst_step_frac = max(abs(row / true - 1) for row, true in pairs)
-    rows_mean_ms = statistics.fmean(timed_ms.values())
-    if abs(rows_mean_ms / outcome.ours_ms - 1) > 1e-6:
-        outcome.notes.append(f"the record's mean is not that of its timed rows, {rows_mean_ms} ms")
     describe(outcome, record, rank)
-    compare_mfu(outcome, record["mfu"], flops_per_step, peak_flops_per_s)
+    compare_mfu(outcome, record, flops_per_step, peak_flops_per_s)
     judge(outcome, record["mfu"]["reason"])
 
 
@@ -136,10 +138,13 @@ def describe(outcome: Outcome, record: dict[str, Any], rank: dict[str, Any]) -> 
 
 
 def compare_mfu(
-    outcome: Outcome, mfu: dict[str, Any], flops_per_step: int, peak_flops_per_s: float | None
+    outcome: Outcome, record: dict[str, Any], flops_per_step: int, peak_flops_per_s: float | None
 ) -> None:
-    """Fills in MFU and FLOPs against those by hand."""
-    outcome.mfu = mfu["value"]
+    """Fills in MFU and FLOPs against those by hand, the record's MFU brought to the same steps."""
+    assert outcome.ours_ms is not None
+    mfu = record["mfu"]
+    if mfu["value"] is not None:
+        outcome.mfu = mfu["value"] * record["step_s"]["mean"] * 1e3 / outcome.ours_ms
     peak = peak_flops_per_s or mfu["peak_flops_per_s"]
     if mfu["model_flops_per_step"]:
         outcome.flops_ratio = mfu["model_flops_per_step"] / flops_per_step
