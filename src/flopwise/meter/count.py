@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from flopwise.errors import AttachError
 from flopwise.meter import count_stack
-from flopwise.meter.count_mode import OpCounter
+from flopwise.meter.count_fake import count_fake
+from flopwise.meter.count_mode import CaptureMode, OpCounter
 from flopwise.meter.count_roles import BACKWARD, FORWARD, Roles
 from flopwise.meter.count_tally import merged
 from flopwise.records.rank import FlopCount
 
-__all__ = ["CaptureCounter", "StepCounter", "combine"]
+__all__ = ["CaptureCounter", "StepCounter", "combine", "count_fake"]
 
 
 class StepCounter:
@@ -20,7 +21,6 @@ class StepCounter:
     """
 
     _method = "eager step"
-    _capturing = False
 
     def __init__(self, shape: str, time_ops: bool = True) -> None:
         self._shape = shape
@@ -37,8 +37,7 @@ class StepCounter:
         """
         if self._mode is not None:
             raise AttachError("this counter is already counting a step: stop it first")
-        stance = count_stack.force_eager()
-        mode = OpCounter(self._roles, self._timed, self._capturing)
+        stance, mode = self._prepare()
         try:
             self._roles.install()
             count_stack.insert(mode)
@@ -68,6 +67,10 @@ class StepCounter:
     def abandon(self) -> None:
         """Leaves a count that is under way. Never raises."""
         self._detach()
+
+    def _prepare(self) -> tuple[object, OpCounter]:
+        """Returns the undo of what keeps compiled code away from the mode, and the mode."""
+        return count_stack.force_eager(), OpCounter(self._roles, self._timed)
 
     def _detach(self) -> tuple[OpCounter | None, AttachError | None]:
         mode, self._mode = self._mode, None
@@ -105,17 +108,39 @@ class StepCounter:
 class CaptureCounter(StepCounter):
     """Counts the ops issued while a CUDA graph is captured; their FLOPs belong to each of its replays.
 
-    Start it when the capture begins and stop it when it ends. Nothing is timed, read or launched in between.
+    Start it when the capture begins and stop it when it ends. It times, reads and launches nothing in between, and
+    leaves compiled code alone: what is captured is what would have been. A graph with compiled code is refused.
     """
 
     _method = "graph capture"
-    _capturing = True
 
     def __init__(self, shape: str) -> None:
         super().__init__(shape, time_ops=False)
+        self._compiled = 0
+
+    def start(self) -> None:
+        """Begins to count the ops of this thread.
+
+        Raises:
+            AttachError: the process has compiled code, whose kernels a dispatch mode does not see; or as `StepCounter`.
+        """
+        self._compiled = count_stack.compiled_frames()
+        if self._compiled:
+            raise AttachError(
+                "a CUDA graph is captured in a process with compiled code, whose kernels cannot be seen without "
+                "changing what is captured"
+            )
+        super().start()
+
+    def _prepare(self) -> tuple[object, OpCounter]:
+        return None, CaptureMode(self._roles, timed=False, in_place=True)
 
     def _check(self, mode: OpCounter) -> None:
-        """Accepts a graph of a backward pass alone (`torch.cuda.make_graphed_callables`)."""
+        """Refuses a graph in which code was compiled; accepts a backward pass alone (`make_graphed_callables`)."""
+        if count_stack.compiled_frames() != self._compiled:
+            raise AttachError(
+                "code was compiled while a CUDA graph was captured: its kernels were not seen"
+            )
 
 
 def combine(shape: str, method: str, counts: list[FlopCount]) -> FlopCount:

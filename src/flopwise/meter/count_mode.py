@@ -32,18 +32,26 @@ _VALUES_KEPT = 1 << 20  # elements of a tensor whose contents a formula may ask 
 
 
 class OpCounter(TorchDispatchMode):
-    """Counts the ops of the thread it is pushed on, and of the backward passes that this thread starts."""
+    """Counts the ops of the thread it is pushed on, and of the backward passes that this thread starts.
+
+    `in_place`: no tensor may be copied while it counts (a graph is being captured, or the tensors are fake).
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self, roles: Roles, timed: bool, capturing: bool = False) -> None:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Keeps torch from importing its compiler (seconds) to wrap this class; compiled code runs eagerly anyway."""
+        return False
+
+    def __init__(self, roles: Roles, timed: bool, in_place: bool = False) -> None:
         super().__init__()
         self.active = True
         self.tally = Tally()
         self.launches = Launches()
         self._roles = roles
         self._clock = Clock(timed)
-        self._capturing = capturing
+        self._in_place = in_place
         self._ops: dict[Any, Op] = {}
         self._foreign: dict[type, bool] = {}
 
@@ -179,8 +187,8 @@ class OpCounter(TorchDispatchMode):
         self.tally.pending.append(Pending(op.name, resolve, rule.family, place, sample))
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy, as the script may write into the tensor; during a capture the tensor itself."""
-        if self._capturing or isinstance(tensor, FakeTensor):
+        """Returns a copy, as the script may write into the tensor, or the tensor itself where none may be made."""
+        if self._in_place or isinstance(tensor, FakeTensor):
             return tensor
         return tensor.detach().clone()
 
@@ -198,6 +206,15 @@ class OpCounter(TorchDispatchMode):
 
     def _trouble(self, name: str, error: Exception) -> None:
         self.tally.notes[f"counting {name} failed: {type(error).__name__}: {error}"] += 1
+
+
+class CaptureMode(OpCounter):
+    """An op counter that compiled code runs past, compiled as ever."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Tells Dynamo that this mode is no reason to run eagerly."""
+        return True
 
 
 def _with_values(call: Call, values: Mapping[str, tuple[int, ...]]) -> dict[str, object]:

@@ -185,5 +185,6 @@ def _convert(value: Any, values: tuple[int, ...] | None) -> Any:
 
 def _operand(tensor: torch.Tensor, values: tuple[int, ...] | None = None) -> Operand:
     if tensor.layout is not torch.strided or tensor.is_nested:
-        raise LookupError(f"a {str(tensor.layout).removeprefix('torch.')} operand")
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise LookupError(f"a {kind} operand")
     return Operand(tuple(int(n) for n in tensor.shape), str(tensor.dtype)[6:], values)

@@ -79,6 +79,13 @@ def restore(stance: Any) -> None:
         stance.__exit__(None, None, None)
 
 
+def compiled_frames() -> int:
+    """Returns how many functions this process has compiled."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(compiler, "counters", None)
+    return int(counters["frames"]["ok"]) if counters is not None else 0
+
+
 def _user_modes() -> list[TorchDispatchMode]:
     return [m for m in dispatch._get_current_dispatch_mode_stack() if not m.is_infra_mode()]
 
