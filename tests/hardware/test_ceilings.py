@@ -89,6 +89,17 @@ class TestPeak:
     def test_what_was_not_measured_is_none(self, dtype: str, sustained: bool) -> None:
         assert ceilings.measured_peak(CPU, dtype, sustained=sustained) is None
 
+    def test_a_disturbed_dtype_that_cannot_be_the_fastest_does_no_harm(self) -> None:
+        record = dataclasses.replace(CPU, disturbed={"fp16": 399e9})
+        peak = ceilings.measured_peak(record)
+        assert peak is not None
+        assert peak.dtype == "bf16"
+
+    def test_a_disturbed_dtype_that_may_be_the_fastest_leaves_no_peak(self) -> None:
+        record = dataclasses.replace(CPU, disturbed={"fp16": 401e9})
+        assert ceilings.measured_peak(record) is None
+        assert ceilings.measured_peak(record, "bf16") is not None
+
 
 class TestCache:
     def test_absent_is_none_without_a_word(self) -> None:
@@ -276,6 +287,22 @@ class TestObtain:
         python = self.answer(tmp_path, dataclasses.replace(CPU, gemm=[]))
         with pytest.raises(HardwareError, match="no usable rate"):
             ceilings.obtain(2, python, key=self.KEY)
+
+    def test_a_disturbed_measurement_is_used_but_not_kept(
+        self, tmp_path: Path, cache: Path
+    ) -> None:
+        record = dataclasses.replace(CPU, disturbed={"fp16": 30e9})
+        python = self.answer(tmp_path, record)
+        found, note = ceilings.obtain(2, python, key=self.KEY)
+        assert found == record
+        assert note is not None
+        assert note.startswith("the machine was too busy to measure what it reaches in fp16.")
+        assert not cache.exists()
+
+    def test_nothing_but_disturbed_is_an_error(self, tmp_path: Path) -> None:
+        record = dataclasses.replace(CPU, gemm=[], disturbed={"fp32": 30e9})
+        with pytest.raises(HardwareError, match="the machine is too busy"):
+            ceilings.obtain(2, self.answer(tmp_path, record), key=self.KEY)
 
     def test_another_device_than_the_wanted_one_is_an_error(self, tmp_path: Path) -> None:
         key = dataclasses.replace(self.KEY, device_name="Intel Xeon")

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from flopwise.hardware import ceilings as cache
 from flopwise.hardware import host
 from flopwise.meter import ceilings, ceilings_cpu, ceilings_cuda, nvml
 from flopwise.records import store
-from flopwise.records.ceilings import SCHEMA, CeilingsRecord
+from flopwise.records.ceilings import SCHEMA, CeilingsRecord, GemmCeiling
 
 
 class TestCpu:
@@ -51,7 +52,7 @@ class TestCpu:
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            best = ceilings_cpu.gemm("fp32", 0.5).burst_flops_per_s
+            best = ceilings_cpu.gemm("fp32", 0.5).ceiling.burst_flops_per_s
             a = torch.randn(640, 640)
             begin = time.perf_counter()
             for _ in range(20):
@@ -63,10 +64,16 @@ class TestCpu:
 
     def test_a_slow_dtype_stays_within_its_budget(self) -> None:
         begin = time.perf_counter()
-        found = ceilings_cpu.gemm("fp16", 0.2)
+        found = ceilings_cpu.gemm("fp16", 0.2).ceiling
         assert time.perf_counter() - begin < 5
         assert found.burst_flops_per_s > 0
         assert found.dtype == "fp16"
+
+    def test_operands_are_random_throughout(self) -> None:
+        a = ceilings_cpu._random(700, torch.float32)  # longer than the block that is repeated
+        assert a.shape == (700, 700)
+        assert len(a[:, 0].unique()) > 350
+        assert 0.98 < a.std() < 1.02
 
     def test_a_dtype_that_torch_cannot_multiply_is_named(
         self, monkeypatch: pytest.MonkeyPatch
@@ -75,13 +82,81 @@ class TestCpu:
             raise RuntimeError("not implemented for 'Half'\nmore")
 
         monkeypatch.setattr(ceilings_cpu, "gemm", refuse)
-        found, missing = ceilings_cpu.gemms({"fp16": 0.1})
-        assert found == []
-        assert missing == {"fp16 matrix product": "not implemented for 'Half'"}
+        found = ceilings_cpu.gemms({"fp16": 0.1})
+        assert found.gemm == []
+        assert found.not_measured == {"fp16 matrix product": "not implemented for 'Half'"}
 
-    def test_unsteady_repeats_are_told(self) -> None:
-        assert ceilings_cpu._unsteady([1.0, 1.1, 1.2]) is None
-        assert "1.50 times" in str(ceilings_cpu._unsteady([1.0, 1.5, 1.6]))
+
+class TestDisturbed:
+    """Two threads on a machine that other work keeps busy."""
+
+    @pytest.fixture(autouse=True)
+    def two_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+        monkeypatch.setattr(host, "usable_cores", lambda: 2)
+
+    @pytest.fixture
+    def cpu_share(self, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+        """One product takes 1 ms of a clock of ours; the process gets `share` of two cores."""
+        share = [1.0]
+        now = [0.0]
+        cpu = [0.0]
+
+        def product(n: int, layout: str, dtype: torch.dtype) -> object:
+            def call() -> None:
+                now[0] += 1e-3 * (n / 256) ** 3
+                cpu[0] += 1e-3 * (n / 256) ** 3 * 2 * share[0]
+
+            return call
+
+        monkeypatch.setattr(ceilings_cpu, "_product", product)
+        monkeypatch.setattr(
+            ceilings_cpu,
+            "time",
+            SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: cpu[0]),
+        )
+        return share
+
+    RATE = 2 * 256**3 / 1e-3
+
+    def test_full_share_is_trusted(self, cpu_share: list[float]) -> None:
+        found = ceilings_cpu.gemm("fp32", 0.2)
+        assert found.disturbed is None
+        assert found.ceiling.burst_flops_per_s == pytest.approx(self.RATE)
+
+    def test_a_small_share_and_bad_scaling_are_not(
+        self, cpu_share: list[float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cpu_share[0] = 0.25
+        monkeypatch.setattr(ceilings_cpu, "_alone", lambda dtype: self.RATE)
+        found = ceilings_cpu.gemm("fp32", 0.2)
+        assert found.disturbed == "other work left it 25 % of the CPU time that it asked for"
+        assert found.at_most_flops_per_s == pytest.approx(2 * self.RATE)
+
+    def test_a_small_share_with_full_scaling_is_trusted(
+        self, cpu_share: list[float], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cpu_share[0] = 0.25
+        monkeypatch.setattr(ceilings_cpu, "_alone", lambda dtype: 0.55 * self.RATE)
+        assert ceilings_cpu.gemm("fp32", 0.2).disturbed is None
+
+    def test_what_was_disturbed_is_tried_once_more_at_the_end(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+
+        def gemm(name: str, budget_s: float) -> ceilings_cpu.Attempt:
+            asked.append(name)
+            bad = name == "fp64" or (name == "fp32" and asked.count("fp32") == 1)
+            ceiling = GemmCeiling(name, 1e9, "256x256x256 nn")
+            return ceilings_cpu.Attempt(ceiling, "busy" if bad else None, 3e9)
+
+        monkeypatch.setattr(ceilings_cpu, "gemm", gemm)
+        found = ceilings_cpu.gemms({"fp32": 0.1, "bf16": 0.1, "fp64": 0.1})
+        assert asked == ["fp32", "bf16", "fp64", "fp32", "fp64"]
+        assert {g.dtype for g in found.gemm} == {"fp32", "bf16"}
+        assert found.disturbed == {"fp64": 3e9}
+        assert found.not_measured == {"fp64 matrix product": "busy"}
 
 
 class TestEntry:
@@ -108,7 +183,7 @@ class TestEntry:
 
 class TestNotes:
     def test_load_and_quota_are_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(ceilings_cpu, "gemms", lambda: ([], {}))
+        monkeypatch.setattr(ceilings_cpu, "gemms", ceilings_cpu.Found)
         monkeypatch.setattr(ceilings_cpu, "copy_bytes_per_s", lambda: 1e9)
         monkeypatch.setattr(ceilings_cpu, "dispatch_s", lambda: 1e-6)
         monkeypatch.setattr(host, "usable_cores", lambda: 4)

@@ -26,6 +26,7 @@ from flopwise.records.ceilings import SCHEMA, CeilingsRecord, GemmCeiling
 
 MODULE = "flopwise.meter.ceilings"
 _TIMEOUT_S = {"cpu": 120.0, "cuda": 600.0}
+_QUIET = "Run `flopwise ceilings` when it is quiet, or give --peak"
 # They would make a dtype compute in another one than its name says.
 _DTYPE_OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 
@@ -54,7 +55,9 @@ def cpu_key(threads: int, torch: str) -> Key:
 def measured_peak(
     record: CeilingsRecord, dtype: str | None = None, *, sustained: bool = False
 ) -> Peak | None:
-    """Returns the fastest measured rate as a peak; None: no such dtype was measured.
+    """Returns the fastest measured rate as a peak; None: no such dtype was measured undisturbed.
+
+    A disturbed dtype that might be the fastest leaves the fastest unknown, so none is returned.
 
     Args:
         record: of the device.
@@ -72,6 +75,8 @@ def measured_peak(
     if not rates:
         return None
     rate, gemm = max(rates, key=lambda pair: pair[0])
+    if dtype is None and max(record.disturbed.values(), default=0.0) > rate:
+        return None
     threads = f", {record.threads} thread(s)" if record.device_type == "cpu" else ""
     source = (
         f"measured here on {record.created[:10]}: {gemm.dtype} matrix product {gemm.shape}, "
@@ -149,6 +154,8 @@ def obtain(
         record = store.decode(data, CeilingsRecord, SCHEMA, f"{python} -m {MODULE}")
     except RecordError as error:
         raise HardwareError(f"the ceilings were not measured: {error}") from error
+    if not record.gemm and record.disturbed:
+        raise HardwareError(f"the machine is too busy to measure what it reaches. {_QUIET}")
     if not _plausible(record):
         raise HardwareError(f"measuring the ceilings of {record.device_name} gave no usable rate")
     if (record.device_type, record.device_name) != (key.device_type, key.device_name):
@@ -156,7 +163,11 @@ def obtain(
             f"wanted the ceilings of {key.device_name}, but torch uses {record.device_name} here. "
             "Make the device visible first in CUDA_VISIBLE_DEVICES"
         )
-    note = save(record)
+    if record.disturbed:
+        dtypes = ", ".join(record.disturbed)
+        note = f"the machine was too busy to measure what it reaches in {dtypes}. {_QUIET}"
+    else:
+        note = save(record)
     return record, "; ".join([*notes, *([note] if note else [])]) or None
 
 

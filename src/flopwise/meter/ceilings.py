@@ -49,7 +49,7 @@ def _cpu(load_1m: float | None) -> CeilingsRecord:
     quota = host.cpu_quota()
     if quota is not None and quota < threads:
         notes.append(f"the control group allows {quota:g} CPUs, fewer than {threads} threads")
-    gemm, not_measured = ceilings_cpu.gemms()
+    found = ceilings_cpu.gemms()
     copy = ceilings_cpu.copy_bytes_per_s()
     return CeilingsRecord(
         schema=SCHEMA,
@@ -63,13 +63,14 @@ def _cpu(load_1m: float | None) -> CeilingsRecord:
         threads=threads,
         cores=cores,
         wall_s=0.0,
-        gemm=gemm,
+        gemm=found.gemm,
         copy_bytes_per_s=copy,
         copy_size_bytes=ceilings_cpu.COPY_BYTES,
         dispatch_s=ceilings_cpu.dispatch_s(),
         launch_s=None,
         link=None,
-        not_measured=not_measured,
+        disturbed=found.disturbed,
+        not_measured=found.not_measured,
         notes=notes,
     )
 

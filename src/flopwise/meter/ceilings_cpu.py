@@ -1,17 +1,20 @@
 """What a CPU reaches with torch's current threads: matrix products by dtype, copying, dispatch.
 
-Everything together takes at most about four seconds: each part has a budget, and a shape that would
-not fit into what is left of it is not tried.
+Each part has a budget, all together about three seconds; a shape that would not fit into what is left
+of it is not tried. The rate is that of the fastest single product, since other work on the machine
+only ever slows one down. With several threads even the fastest may be slowed (each product waits for
+its last thread), so the CPU time that was really had is held against it: see `gemm`.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
+from flopwise.hardware import host
 from flopwise.records.ceilings import GemmCeiling
 
 DTYPES = {
@@ -24,57 +27,134 @@ BUDGET_S = {"fp32": 0.8, "bf16": 0.8, "fp16": 0.3, "fp64": 0.4}
 SIZES = (256, 512, 1024, 2048, 4096)
 LAYOUTS = ("nn", "nt")  # nt is the product of nn.Linear, and the fast one of some dtypes
 COPY_BYTES = 1 << 28
-_UNSTEADY = 1.25
+_TURN_S = 0.03
+_ELEMENT_S = 4e-9  # making one number of the operands, on a slow core
+_BLOCK = (1 << 18) + 3  # random numbers, repeated to fill an operand: many more take too long
+# A product that has all its cores shows a share near 1; one that lacks one of two, 0.5.
+_FULL_SHARE = 0.8
+# Products scale this well over threads where nothing else runs.
+_FULL_SCALING = 0.85
 
 
-def gemms(budgets_s: dict[str, float] | None = None) -> tuple[list[GemmCeiling], dict[str, str]]:
-    """Returns the ceilings of the dtypes, and why others are missing."""
-    found: list[GemmCeiling] = []
-    missing: dict[str, str] = {}
+@dataclass
+class _Trial:
+    """One shape of one dtype, and the durations of its products so far."""
+
+    n: int
+    layout: str
+    call: Callable[[], object] | None = None
+    times_s: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.n**3
+
+    @property
+    def rate(self) -> float:
+        return self.flops / min(self.times_s) if self.times_s else 0.0
+
+    def share(self, cores: int) -> float:
+        """Returns CPU time had over CPU time asked for."""
+        return self.cpu_s / (sum(self.times_s) * cores)
+
+    def turn(self, dtype: torch.dtype, seconds: float) -> None:
+        """Multiplies for some time, at least once."""
+        if self.call is None:
+            self.call = _product(self.n, self.layout, dtype)
+            self.call()  # the first product also compiles kernels and starts threads
+        cpu_s, end = time.process_time(), time.perf_counter() + seconds
+        while True:
+            begin = time.perf_counter()
+            self.call()
+            done = time.perf_counter()
+            self.times_s.append(done - begin)
+            if done >= end:
+                break
+        self.cpu_s += time.process_time() - cpu_s
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The fastest product of one dtype, and whether its rate is good for anything."""
+
+    ceiling: GemmCeiling
+    disturbed: str | None = None  # why it is not
+    at_most_flops_per_s: float = 0.0  # then: what so many single threads would reach
+
+
+@dataclass
+class Found:
+    """The matrix products of this CPU, as the record has them."""
+
+    gemm: list[GemmCeiling] = field(default_factory=list)
+    disturbed: dict[str, float] = field(default_factory=dict)
+    not_measured: dict[str, str] = field(default_factory=dict)
+
+
+def gemms(budgets_s: dict[str, float] | None = None) -> Found:
+    """Returns the ceilings of the dtypes, and why others are missing.
+
+    What was disturbed is tried once more at the end: the other work may be over by then.
+    """
+    budgets_s = budgets_s or BUDGET_S
+    attempts: dict[str, Attempt] = {}
+    found = Found()
     torch.set_float32_matmul_precision("highest")
-    for name, budget_s in (budgets_s or BUDGET_S).items():
-        try:
-            found.append(gemm(name, budget_s))
-        except RuntimeError as error:  # this build multiplies no matrices of this dtype
-            missing[f"{name} matrix product"] = str(error).splitlines()[0][:200]
-    return found, missing
+    for again in (False, True):
+        for name, budget_s in budgets_s.items():
+            if again and (name not in attempts or not attempts[name].disturbed):
+                continue
+            try:
+                attempts[name] = gemm(name, budget_s)
+            except RuntimeError as error:  # this build multiplies no matrices of this dtype
+                found.not_measured[f"{name} matrix product"] = str(error).splitlines()[0][:200]
+    for name, attempt in attempts.items():
+        if attempt.disturbed:
+            found.disturbed[name] = attempt.at_most_flops_per_s
+            found.not_measured[f"{name} matrix product"] = attempt.disturbed
+        else:
+            found.gemm.append(attempt.ceiling)
+    return found
 
 
-def gemm(name: str, budget_s: float) -> GemmCeiling:
-    """Returns the fastest square matrix product of one dtype that `budget_s` seconds can find."""
+def gemm(name: str, budget_s: float) -> Attempt:
+    """Returns the fastest square matrix product of one dtype that `budget_s` seconds can find.
+
+    It is disturbed if several threads were to run, got less than their CPU time, and were slower
+    together than so many single ones.
+    """
     dtype = DTYPES[name]
+    trials = [_Trial(n, layout) for n in SIZES for layout in LAYOUTS]
     deadline = time.perf_counter() + budget_s
-    slice_s = budget_s / (len(SIZES) * len(LAYOUTS))
-    latest: dict[str, float] = {}  # layout -> rate at the size before
-    best = GemmCeiling(name, 0.0, "")
-    for n in SIZES:
-        flops = 2 * n**3
-        left_s = deadline - time.perf_counter()
-        layouts = LAYOUTS if n == SIZES[0] else _affordable(flops, latest, left_s)
-        if not layouts:
-            break
-        a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
-        out = torch.empty(n, n, dtype=dtype)
-        for layout in layouts:
-            right = b if layout == "nn" else b.t()
-            times_s = _repeat(functools.partial(torch.mm, a, right, out=out), slice_s)
-            latest[layout] = flops / times_s[0]
-            if latest[layout] > best.burst_flops_per_s:
-                note = _unsteady(times_s)
-                best = GemmCeiling(name, latest[layout], f"{n}x{n}x{n} {layout}", note=note)
-    return best
-
-
-def _affordable(flops: int, latest: dict[str, float], left_s: float) -> tuple[str, ...]:
-    """Returns the layouts of which four products, and the operands, fit into the time left."""
-    return tuple(k for k in LAYOUTS if k in latest and 4 * flops / latest[k] < left_s)
+    turns = 1
+    while turns:
+        turns = 0
+        for trial in trials:
+            left_s = deadline - time.perf_counter()
+            expected_s = _expected_s(trial, trials)
+            first = trial.n == SIZES[0] and not trial.times_s
+            if first or 0 < expected_s < 0.5 * left_s:
+                trial.turn(dtype, min(_TURN_S, max(left_s, 0.0)))
+                turns += 1
+    best = max(trials, key=lambda trial: trial.rate)
+    ceiling = GemmCeiling(name, best.rate, f"{best.n}x{best.n}x{best.n} {best.layout}")
+    cores = min(torch.get_num_threads(), host.usable_cores())
+    share = best.share(cores)
+    if cores == 1 or share >= _FULL_SHARE:
+        return Attempt(ceiling)
+    together = cores * _alone(dtype)
+    if best.rate >= _FULL_SCALING * together:
+        return Attempt(ceiling)
+    why = f"other work left it {100 * share:.0f} % of the CPU time that it asked for"
+    return Attempt(ceiling, why, max(together, best.rate))
 
 
 def copy_bytes_per_s(budget_s: float = 0.3, n_bytes: int = COPY_BYTES) -> float:
     """Returns the best rate of copying a block too large for the caches, bytes read plus written."""
     source = torch.ones(n_bytes // 4)
     target = torch.zeros_like(source)
-    return 2 * n_bytes / _repeat(lambda: target.copy_(source), budget_s)[0]
+    return 2 * n_bytes / _fastest_s(lambda: target.copy_(source), budget_s)
 
 
 def dispatch_s(budget_s: float = 0.05) -> float:
@@ -85,24 +165,51 @@ def dispatch_s(budget_s: float = 0.05) -> float:
         for _ in range(200):
             x.add_(1)
 
-    return _repeat(batch, budget_s)[0] / 200
+    return _fastest_s(batch, budget_s) / 200
 
 
-def _repeat(call: Callable[[], object], seconds: float) -> list[float]:
-    """Returns the durations of repeated calls, sorted; at least two after a first that is dropped."""
-    clock = time.perf_counter
+def _expected_s(trial: _Trial, trials: list[_Trial]) -> float:
+    """Returns what a turn of this trial may take, from what is known; 0: nothing is known."""
+    if trial.times_s:
+        return min(trial.times_s)
+    smaller = [t for t in trials if t.layout == trial.layout and t.n < trial.n and t.times_s]
+    if not smaller:
+        return 0.0
+    return 2 * (trial.flops / smaller[-1].rate + trial.n**2 * _ELEMENT_S)
+
+
+def _product(n: int, layout: str, dtype: torch.dtype) -> Callable[[], object]:
+    a, b = (_random(n, dtype) for _ in range(2))
+    right = b if layout == "nn" else b.t()
+    out = torch.empty(n, n, dtype=dtype)
+    return lambda: torch.mm(a, right, out=out)
+
+
+def _random(n: int, dtype: torch.dtype) -> torch.Tensor:
+    block = torch.randn(min(n * n, _BLOCK)).to(dtype)
+    return block.repeat(-(-n * n // block.numel()))[: n * n].view(n, n)
+
+
+def _alone(dtype: torch.dtype, budget_s: float = 0.1) -> float:
+    """Returns the rate of one thread by itself, which other work hardly lowers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        trials = [_Trial(SIZES[0], layout) for layout in LAYOUTS]
+        for trial in trials:
+            trial.turn(dtype, budget_s / len(trials))
+        return max(trial.rate for trial in trials)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _fastest_s(call: Callable[[], object], seconds: float) -> float:
+    """Returns the shortest duration of repeated calls; at least two after a first, dropped one."""
     call()
     times_s: list[float] = []
-    end = clock() + seconds
-    while len(times_s) < 2 or clock() < end:
-        begin = clock()
+    end = time.perf_counter() + seconds
+    while len(times_s) < 2 or time.perf_counter() < end:
+        begin = time.perf_counter()
         call()
-        times_s.append(clock() - begin)
-    return sorted(times_s)
-
-
-def _unsteady(times_s: list[float]) -> str | None:
-    ratio = times_s[len(times_s) // 2] / times_s[0]
-    if ratio < _UNSTEADY:
-        return None
-    return f"unsteady: the median repeat took {ratio:.2f} times as long as the fastest"
+        times_s.append(time.perf_counter() - begin)
+    return min(times_s)

@@ -51,7 +51,7 @@ class CeilingsRecord:
     threads: int  # torch's, 0 for a CUDA device
     cores: int  # that the process may use, 0 for a CUDA device
     wall_s: float  # what measuring took
-    gemm: list[GemmCeiling]
+    gemm: list[GemmCeiling]  # what was measured undisturbed
     copy_bytes_per_s: float | None  # read plus written, device memory (CPU: main memory)
     copy_size_bytes: int | None
     dispatch_s: float | None  # host time of one tiny eager operation
@@ -64,5 +64,8 @@ class CeilingsRecord:
     power_limit_w: float | None = None
     power_limit_default_w: float | None = None
     load_1m: float | None = None  # the host's load average before measuring
+    # Dtypes that other work slowed by an unknown factor -> what they reach at most: so many single
+    # threads' rate. The fastest dtype is known only if it is faster than these.
+    disturbed: dict[str, float] = field(default_factory=dict)
     not_measured: dict[str, str] = field(default_factory=dict)  # what -> why
     notes: list[str] = field(default_factory=list)  # what a reader must know to trust the numbers
