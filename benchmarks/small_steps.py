@@ -148,7 +148,7 @@ def calibrate(device: str, target_ms: float) -> int:
     """Returns the depth at which a step takes about `target_ms` here."""
     width, batch = shape(device, target_ms)
     depth = 2
-    for _ in range(3):
+    for _ in range(2):
         step_s = min(Loop(device, width, batch, depth).block(10).step_s for _ in range(2))
         depth = max(1, round(depth * target_ms / (step_s * 1e3)))
     return depth

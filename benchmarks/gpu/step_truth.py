@@ -38,7 +38,7 @@ def jobs() -> list[Job]:
         Job("cudagraph-whole", "cudagraph.py", ["--bf16"], net, 200, 800, 60),
         Job("resnet50", "resnet50.py", NAIVE, resnet, 40, 75, 60),
         Job("resnet50-compiled", "resnet50.py", COMPILED, resnet, 40, 100, 150),
-        Job("llama", "llama.py", NAIVE, llama, 15, 32, 120),
+        Job("llama", "llama.py", NAIVE, llama, 15, 36, 120),
         Job("llama-compiled", "llama.py", COMPILED, llama, 40, 80, 180),
         Job("efficientnet-b4", "efficientnet_b4.py", NAIVE, b4, 40, 75, 70),
         Job("efficientnet-b4-compiled", "efficientnet_b4.py", COMPILED, b4, 40, 90, 220),
