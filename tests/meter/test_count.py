@@ -522,6 +522,28 @@ class TestOtherPeoplesCode:
         assert got[0].shape == (2, 3)
         assert count.needed == {"fp32": 2 * 2 * 8 * 3}  # of what it really did
 
+    def test_sharded_layers_count_what_this_rank_does(self, tmp_path: Any) -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+        from torch.distributed.tensor.parallel import parallelize_module as parallelize
+
+        dist.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+        )
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            tensor = parallelize(layers(2), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+            assert counted(lambda: tensor(rows()).sum().backward()).needed == {"fp32": 6 * ONE}
+            data = layers(2)
+            fully_shard(data, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            count = counted(lambda: data(rows()).sum().backward())
+            assert count.needed == {"bf16": 6 * ONE}
+            assert count.coverage_frac == 1.0
+        finally:
+            dist.destroy_process_group()
+
     @pytest.mark.parametrize("fullgraph", [False, True])
     def test_compiled_code_survives_with_its_cache(self, fullgraph: bool) -> None:
         from torch._dynamo.testing import CompileCounter
@@ -586,6 +608,7 @@ class TestTritonLaunches:
         class Event:
             def __init__(self, enable_timing: bool) -> None: ...
             def record(self, stream: object) -> None: ...
+            def synchronize(self) -> None: ...
             def elapsed_time(self, other: object) -> float:
                 return 0.5
 

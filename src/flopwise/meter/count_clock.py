@@ -48,7 +48,7 @@ class Clock:
         if self._cuda:
             device = _cuda_device(args, kwargs)
             if device is not None:
-                if op.view:
+                if op.view or capturing():
                     return None
                 stream = torch.cuda.current_stream(device)
                 start = torch.cuda.Event(enable_timing=True)
@@ -131,7 +131,7 @@ class Launches:
 
     def _enter(self, metadata: Any) -> None:
         try:
-            if self.inside:
+            if self.inside or capturing():
                 return
             name = f"triton::{metadata.get().get('name', 'unnamed')}"
             start = torch.cuda.Event(enable_timing=True)
@@ -151,13 +151,19 @@ class Launches:
             self._open.clear()
 
 
+def capturing() -> bool:
+    """Returns whether a CUDA graph is being captured: an event, a copy or a read would break the capture."""
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
 def _weight(sample: Sample) -> float:
     if sample.kind != DEVICE:
         return float(sample.weight)
     start, stop = sample.weight
     try:
+        stop.synchronize()  # on a device other than the current one
         return float(start.elapsed_time(stop)) * 1e6
-    except Exception:  # the events of one op on two streams, or a lost context
+    except Exception:  # a lost context: the script has other worries
         return 0.0
 
 

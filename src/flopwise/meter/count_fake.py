@@ -91,7 +91,7 @@ def _count(
     stand_in = clone(module)
     fake_args, fake_kwargs = clone.arguments(tuple(args)), clone.arguments(dict(kwargs))
     roles = Roles()
-    counter = _NoCollectives(roles, timed=False, in_place=True)
+    counter = _NoCollectives(roles, timed=False, in_place=True, fake=True)
     roles.install()
     try:
         with fake_mode, counter, _autocast_without_cache():

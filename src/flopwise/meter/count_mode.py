@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopwise.flops.call import Call, Cost
-from flopwise.meter.count_clock import Clock, Launches, Sample
+from flopwise.meter.count_clock import Clock, Launches, Sample, capturing
 from flopwise.meter.count_ops import (
     Op,
     call_of,
@@ -35,6 +35,7 @@ class OpCounter(TorchDispatchMode):
     """Counts the ops of the thread it is pushed on, and of the backward passes that this thread starts.
 
     `in_place`: no tensor may be copied while it counts (a graph is being captured, or the tensors are fake).
+    `fake`: fake tensors are what is counted. Otherwise they are somebody's planning (DTensor's, for its shapes).
     """
 
     supports_higher_order_operators = True
@@ -44,7 +45,9 @@ class OpCounter(TorchDispatchMode):
         """Keeps torch from importing its compiler (seconds) to wrap this class; compiled code runs eagerly anyway."""
         return False
 
-    def __init__(self, roles: Roles, timed: bool, in_place: bool = False) -> None:
+    def __init__(
+        self, roles: Roles, timed: bool, in_place: bool = False, fake: bool = False
+    ) -> None:
         super().__init__()
         self.active = True
         self.tally = Tally()
@@ -52,6 +55,7 @@ class OpCounter(TorchDispatchMode):
         self._roles = roles
         self._clock = Clock(timed)
         self._in_place = in_place
+        self._fake = fake
         self._ops: dict[Any, Op] = {}
         self._foreign: dict[type, bool] = {}
 
@@ -67,7 +71,7 @@ class OpCounter(TorchDispatchMode):
             return func(*args, **kwargs)
         if types and self._is_foreign(types):
             return NotImplemented  # the subclass unwraps itself; its inner ops come by here
-        op = self._op(func)
+        op = self._op(func) if self._fake or FakeTensor not in types else None
         if op is None:
             return func(*args, **kwargs)
         if op.decomposes:
@@ -188,7 +192,7 @@ class OpCounter(TorchDispatchMode):
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy, as the script may write into the tensor, or the tensor itself where none may be made."""
-        if self._in_place or isinstance(tensor, FakeTensor):
+        if self._in_place or isinstance(tensor, FakeTensor) or (tensor.is_cuda and capturing()):
             return tensor
         return tensor.detach().clone()
 
@@ -228,4 +232,6 @@ def _with_values(call: Call, values: Mapping[str, tuple[int, ...]]) -> dict[str,
 def _contents(tensor: torch.Tensor) -> tuple[int, ...]:
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         raise LookupError("its lengths or blocks are not visible without the data")
+    if tensor.is_cuda and capturing():
+        raise LookupError("its lengths or blocks cannot be read while a CUDA graph is captured")
     return tuple(int(v) for v in tensor.flatten().tolist())

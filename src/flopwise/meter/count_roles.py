@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.autograd
+import torch.autograd.graph
 import torch.utils.checkpoint
 
 from flopwise.errors import AttachError
@@ -34,7 +35,7 @@ class Roles:
 
     def __init__(self) -> None:
         self._engine: Any = None
-        self._engine_code: Any = None
+        self._engine_codes: set[Any] = set()
         self._watch: Any = None
         self._running: list[bool] = []  # create_graph of the passes that have not returned
         self._creates: dict[int, bool] = {}  # by graph task
@@ -61,7 +62,8 @@ class Roles:
                 self._running.pop()
 
         self._engine, self._watch = engine, run_backward
-        self._engine_code = getattr(engine, "__code__", None)
+        known = (engine, getattr(torch.autograd.graph, "_engine_run_backward", None))
+        self._engine_codes = {f.__code__ for f in known if hasattr(f, "__code__")}
         torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
 
     def remove(self) -> None:
@@ -98,7 +100,7 @@ class Roles:
 
     def _inside_backward(self, frame: FrameType | None) -> str:
         for _ in range(_DEPTH):
-            if frame is None or frame.f_code is self._engine_code:
+            if frame is None or frame.f_code in self._engine_codes:
                 return BACKWARD
             if frame.f_code.co_filename == _CHECKPOINT_FILE:
                 return REPEATED
