@@ -1,0 +1,1 @@
+"""A/B trials of step time: which arm runs when, and what the pairs say (docs/trials.md)."""
