@@ -499,6 +499,15 @@ class TestOtherPeoplesCode:
         with pytest.raises(AttachError, match="not its forward pass"):
             counted(step)
 
+    def test_an_extension_with_kernels_of_its_own_is_a_note(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(
+            sys.modules, "transformer_engine_torch", types.ModuleType("transformer_engine_torch")
+        )
+        count = counted(lambda: torch.ones(2, 2) @ torch.ones(2, 2))
+        assert any(note.startswith("transformer_engine_torch is loaded") for note in count.notes)
+
     def test_subclasses_unwrap_themselves(self) -> None:
         class Wrapped(torch.Tensor):
             inner: torch.Tensor

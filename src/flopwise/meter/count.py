@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
+import torch
+
 from flopwise.errors import AttachError
 from flopwise.meter import count_stack
 from flopwise.meter.count_fake import count_fake
@@ -60,6 +64,7 @@ class StepCounter:
         if problem is not None:
             raise problem
         mode.tally.samples += mode.launches.samples
+        mode.tally.notes.update(_blind_spots())
         count = mode.tally.count(self._shape, self._method)
         self._check(mode)
         return count
@@ -97,8 +102,8 @@ class StepCounter:
 
     def _check(self, mode: OpCounter) -> None:
         """Refuses a count that misses the forward pass: half a number is a wrong number."""
-        roles = mode.tally.by_role
-        if roles[BACKWARD] and not roles[FORWARD]:
+        devices = mode.tally.devices
+        if devices.get(BACKWARD, set()) - devices.get(FORWARD, set()):
             raise AttachError(
                 "a backward pass was seen but not its forward pass, which ran on another thread (nn.DataParallel), "
                 "in compiled code or in a replayed CUDA graph"
@@ -141,6 +146,30 @@ class CaptureCounter(StepCounter):
             raise AttachError(
                 "code was compiled while a CUDA graph was captured: its kernels were not seen"
             )
+
+
+#: Extensions that multiply matrices in kernels which are no ops of torch's.
+_PAST_TORCH = (
+    "transformer_engine_torch",
+    "fused_weight_gradient_mlp_cuda",  # Megatron's gradient accumulation fusion, from Apex
+    "fused_dense_cuda",
+    "selective_scan_cuda",
+    "flash_attn_2_cuda",
+)
+
+
+def _blind_spots() -> list[str]:
+    """Returns a note for each loaded extension whose products a dispatch mode does not see."""
+    notes = []
+    for name in _PAST_TORCH:
+        if name not in sys.modules:
+            continue
+        if name == "flash_attn_2_cuda" and hasattr(torch.ops.flash_attn, "_flash_attn_forward"):
+            continue  # from 2.7 on its kernels are ops
+        notes.append(
+            f"{name} is loaded: products in its own kernels are not seen, the count may be too low"
+        )
+    return notes
 
 
 def combine(shape: str, method: str, counts: list[FlopCount]) -> FlopCount:

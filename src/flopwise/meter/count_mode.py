@@ -130,8 +130,8 @@ class OpCounter(TorchDispatchMode):
         if op.rule is None:
             return
         tensor = first_tensor(args, kwargs)
-        device = tensor.device.type if tensor is not None else "cpu"
-        place = Place(self._roles.now(), precision_of(device))
+        device = tensor.device if tensor is not None else torch.device("cpu")
+        place = Place(self._roles.now(), precision_of(device.type), str(device))
         waits = self._values_wanted(op, args, kwargs)
         if waits:
             self._wait(op, args, kwargs, out, waits, place, sample)

@@ -21,6 +21,7 @@ class Place:
 
     role: str
     precision: Precision
+    device: str
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Tally:
     samples: list[Sample] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
+    devices: dict[str, set[str]] = field(default_factory=dict)  # that did FLOPs, by role
 
     def add(self, name: str, rule_family: str, dtype: str, cost: Cost, place: Place) -> None:
         """Books the cost of one op under its executed dtype and its role."""
@@ -63,6 +65,8 @@ class Tally:
         self.executed[runs_in] += factor * cost.executed
         self.ours[name] += factor * cost.executed
         self.by_role[place.role] += factor * cost.executed
+        if cost.executed:
+            self.devices.setdefault(place.role, set()).add(place.device)
         if cost.note:
             self.notes[cost.note] += 1
         if place.role in (FORWARD, BACKWARD):
