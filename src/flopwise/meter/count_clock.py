@@ -22,6 +22,10 @@ BASIS = {
 }
 
 
+#: Ops timed on a device; more events would cost memory, and a step of so many ops repeats itself.
+EVENTS = 100_000
+
+
 class Sample:
     """One executed op: whether it is covered, and its weight by some clock."""
 
@@ -40,6 +44,7 @@ class Clock:
     def __init__(self, timed: bool) -> None:
         self._timed = timed
         self._cuda = timed and torch.cuda.is_available() and _initialised()
+        self._left = EVENTS
 
     def begin(self, op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Returns what `end` needs; None for an op that no device runs."""
@@ -48,8 +53,9 @@ class Clock:
         if self._cuda:
             device = _cuda_device(args, kwargs)
             if device is not None:
-                if op.view or capturing():
+                if op.view or self._left <= 0 or capturing():
                     return None
+                self._left -= 1
                 stream = torch.cuda.current_stream(device)
                 start = torch.cuda.Event(enable_timing=True)
                 start.record(stream)
