@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flopwise.flops.mfu import Demand, Reference, utilisation
 
-# NVIDIA H200 SXM, dense (data sheet DS-11356: 1,979 and 3,958 with sparsity are halved).
+# NVIDIA H200 SXM, dense: 1,979 and 3,958 TFLOP/s with sparsity, halved.
 H200 = Reference(
     989.5e12,
     "bf16",
