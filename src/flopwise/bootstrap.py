@@ -25,7 +25,8 @@ def attach() -> None:
         options = finish.read_launch(folder)
         config = session.Config(
             folder=folder,
-            steps=options.get("steps"),
+            # Trials end the script themselves; until then the meter stays.
+            steps=sys.maxsize if options.get("trial") else options.get("steps"),
             warmup=options.get("warmup"),
             stop_after=bool(options.get("stop_after")),
             count=not options.get("trial"),

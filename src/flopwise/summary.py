@@ -54,9 +54,10 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
     ranks_timed = [r for r in ranks if timed[r.rank]]
     means = [_mean_s(timed[r.rank]) for r in ranks_timed]
     step_s = statistics.fmean(means)
+    sampled = {rank: [row for row in rows if row.sampled] or rows for rank, rows in timed.items()}
     steps = _steps(lead, timed[lead.rank], step_s)
-    throughput = _throughput(ranks_timed, timed, step_s, lead.counted_from)
-    own = statistics.fmean(row.own_ns for r in ranks_timed for row in timed[r.rank])
+    throughput = _throughput(ranks_timed, sampled, step_s, lead.counted_from)
+    own = statistics.fmean(_own_ns(r, timed[r.rank]) for r in ranks_timed)
     host = statistics.fmean(row.host_ns for r in ranks_timed for row in timed[r.rank])
     notes = list(dict.fromkeys([*context.notes, *_notes(ranks, timed)]))
     mfu = _mfu(ranks_timed, timed, step_s, context, notes)
@@ -73,7 +74,7 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
         step_s=_step_time(timed[lead.rank], step_s, lead.clock),
         throughput=throughput,
         mfu=mfu,
-        phases=_phases(ranks_timed, timed),
+        phases=_phases(ranks_timed, sampled),
         memory=records.Memory(
             allocated_peak_bytes=_largest(r.allocated_peak_bytes for r in ranks),
             reserved_peak_bytes=_largest(r.reserved_peak_bytes for r in ranks),
@@ -89,13 +90,21 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
             host_frac=own / host,
             host_us_per_step=own / 1e3,
             attach_s=max(r.attach_ns for r in ranks) * 1e-9,
-            method="time inside our hooks, plus the measured cost of calling them, over the host time of the timed steps",
+            method="time in our hooks and of calling them, over host time",
         ),
         patches=lead.patches,
         notes=notes,
         plan=context.plan,
         losses=lead.losses,
     )
+
+
+def _own_ns(rank: RankRecord, rows: Sequence[StepRow]) -> float:
+    """Returns the mean time a step inside our hooks, over steps looked at closely and steps only counted."""
+    close = sum(row.own_ns for row in rows if row.sampled)
+    brief = sum(not row.sampled for row in rank.rows)
+    share = sum(not row.sampled for row in rows) / brief if brief else 0.0
+    return (close + rank.brief_own_ns * share) / len(rows)
 
 
 def one_per_rank(ranks: Sequence[RankRecord]) -> list[RankRecord]:
@@ -148,8 +157,11 @@ def _step_time(rows: Sequence[StepRow], mean_s: float, clock: str) -> records.St
 
 def _steps(lead: RankRecord, timed: Sequence[StepRow], step_s: float) -> records.Steps:
     kinds = Counter(row.kind for row in lead.rows)
+    close = [row for row in timed if row.sampled] or list(timed)
     pauses = []
-    for kind in sorted(k for k in kinds if k not in ("timed", "warmup", "compile", "counted")):
+    for kind in sorted(
+        k for k in kinds if k not in ("timed", "warmup", "compile", "counted", "mixed")
+    ):
         rows = [row for row in lead.rows if row.kind == kind]
         extra_s = sum(row.ns for row in rows) * 1e-9 - len(rows) * step_s
         pauses.append(
@@ -166,13 +178,13 @@ def _steps(lead: RankRecord, timed: Sequence[StepRow], step_s: float) -> records
         # The first step has no beginning that anyone saw: it is warm-up, too.
         dropped_warmup=kinds["warmup"] + max(0, lead.steps_seen - len(lead.rows)),
         dropped_compile=kinds["compile"],
-        dropped_counted=kinds["counted"],
+        dropped_counted=kinds["counted"] + kinds["mixed"],
         dropped_pause=sum(p.count for p in pauses),
         skipped_by_scaler=sum(row.skipped for row in timed),
         boundary=lead.boundary,
         warmup_rule=lead.warmup_rule,
-        micro_batches=statistics.fmean(row.micro_batches for row in timed),
-        strata=_strata(timed, {f.shape: f for f in lead.flops}),
+        micro_batches=statistics.fmean(row.micro_batches for row in close),
+        strata=_strata(close, {f.shape: f for f in lead.flops}),
         pauses=pauses,
         by_hand=lead.warmup_by_hand,
         note=None,
@@ -197,7 +209,7 @@ def _strata(timed: Sequence[StepRow], counts: dict[str, FlopCount]) -> list[reco
             steps=len(rows),
             mean_s=_mean_s(rows),
             share_frac=sum(row.ns for row in rows) / total_ns,
-            model_flops_per_step=sum(counts[shape].needed.values()) if shape in counts else None,
+            model_flops_per_step=_model_flops(counts.get(shape), rows),
         )
         for shape, rows in by_shape.items()
     ]
@@ -215,6 +227,13 @@ def _strata(timed: Sequence[StepRow], counts: dict[str, FlopCount]) -> list[reco
             )
         ]
     return strata
+
+
+def _model_flops(count: FlopCount | None, rows: Sequence[StepRow]) -> int | None:
+    if count is None:
+        return None
+    micro_batches = statistics.fmean(row.micro_batches for row in rows)
+    return round(sum(count.needed.values()) * _times(count, micro_batches))
 
 
 def _throughput(
@@ -347,6 +366,8 @@ def _rank_work(rank: RankRecord, rows: Sequence[StepRow]) -> _Work:
             {}, {}, {}, 0.0, _first(rank.notes, "FLOPs not counted") or "FLOPs were not counted"
         )
     graph = rank.boundary == "graph replay"
+    every = rows
+    rows = [row for row in rows if row.sampled] or list(rows)
     if graph or len({row.shape for row in rows}) == 1:
         only = counts.get(rows[0].shape) or (
             next(iter(counts.values())) if graph or len(counts) == 1 else None
@@ -365,22 +386,31 @@ def _rank_work(rank: RankRecord, rows: Sequence[StepRow]) -> _Work:
             f"no timed step had the input shape that was counted ({', '.join(counts)})",
         )
     n = len(pairs)
+    # With one shape every step did this work, the ones that were only counted, too.
+    spans = every if n == len(rows) else [row for row, _ in pairs]
+    unskipped = 1 - statistics.fmean(row.skipped for row in spans)
 
     def total(name: str) -> dict[str, float]:
         summed: dict[str, float] = {}
         for row, count in pairs:
-            if count is not None and not row.skipped:
+            if count is not None:
+                times = _times(count, row.micro_batches) * unskipped / n
                 for dtype, flops in getattr(count, name).items():
-                    summed[dtype] = summed.get(dtype, 0.0) + flops / n
+                    summed[dtype] = summed.get(dtype, 0.0) + flops * times
         return summed
 
     return _Work(
         total("needed"),
         total("needed_causal"),
         total("executed"),
-        statistics.fmean(row.ns for row, _ in pairs) * 1e-9,
+        statistics.fmean(row.ns for row in spans) * 1e-9,
         None,
     )
+
+
+def _times(count: FlopCount, micro_batches: float) -> float:
+    """Returns how often a step does what was counted: a count on fake tensors is of one forward and backward."""
+    return max(1.0, micro_batches) if count.method == "fake tensors" else 1.0
 
 
 def _peak(
@@ -549,14 +579,15 @@ def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list
         notes.append(
             f"{skipped} of {len(timed[lead.rank])} timed steps were skipped by the GradScaler: their time counts, their FLOPs do not"
         )
-    shapes = {row.shape for row in timed[lead.rank]}
+    close = [row for row in timed[lead.rank] if row.sampled]
+    shapes = {row.shape for row in close}
     counted = {f.shape for f in lead.flops}
     if len(shapes) > 1 and counted:
-        known = sum(row.shape in counted for row in timed[lead.rank])
-        if known < len(timed[lead.rank]):
+        known = sum(row.shape in counted for row in close)
+        if known < len(close):
             notes.append(
                 f"{len(shapes)} input shapes; FLOPs were counted for {len(shapes & counted)} of them: "
-                f"MFU stands for {known} of {len(timed[lead.rank])} timed steps"
+                f"MFU stands for {known} of {len(close)} timed steps that were looked at"
             )
     return notes
 

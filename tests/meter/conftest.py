@@ -31,6 +31,7 @@ def measure() -> Iterator[Callable[..., Measured]]:
 
     def run(train: Callable[[], Any], **options: Any) -> Measured:
         options.setdefault("count", False)
+        options.setdefault("stride", 1)
         session = Session(Config(**options))
         sessions.append(session)
         session.attach()

@@ -64,7 +64,9 @@ class DuckTyped:
                 p.sub_(0.01 * p.grad)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, Nested, OwnBase])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, Nested, OwnBase]
+)
 def test_each_optimizer_step_is_a_step(measure: Any, kind: Any) -> None:
     net = model()
     optimizer = kind(net.parameters(), lr=0.01) if kind is not OwnBase else kind(net.parameters())
@@ -185,7 +187,10 @@ def test_a_duck_typed_optimizer_falls_back_on_fresh_gradients(
 
 def test_a_duck_typed_optimizer_with_its_own_object(measure: Any) -> None:
     net = model()
-    assert measure(lambda: plain_loop(net, DuckTyped(net.parameters()), 10)).record.steps_seen in (9, 10)
+    assert measure(lambda: plain_loop(net, DuckTyped(net.parameters()), 10)).record.steps_seen in (
+        9,
+        10,
+    )
 
 
 def test_marks_take_over(measure: Any) -> None:
@@ -518,3 +523,71 @@ def test_exactly_the_steps_that_were_asked_for_are_timed(measure: Any) -> None:
     measured = measure(lambda: plain_loop(net, optimizer, 40), steps=7, warmup=4)
     assert measured.kinds().count("timed") == 7
     assert measured.kinds()[:3] == ["warmup"] * 3
+
+
+def test_short_steps_are_counted_all_and_looked_at_now_and_then(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    measured = measure(lambda: plain_loop(net, optimizer, 120), stride=None, steps=80, warmup=5)
+    rows = [row for row in measured.record.rows if row.kind == "timed"]
+    assert len(rows) == 80
+    close = [row for row in rows if row.sampled]
+    assert 8 <= len(close) <= 12
+    assert all(row.backward_ns and row.shape == "6x8 float32" for row in close)
+    assert all(row.ns > 0 for row in rows)
+    assert measured.record.brief_own_ns > 0
+
+
+def test_a_pause_is_seen_also_between_close_looks(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for i in range(60):
+            plain_loop(net, optimizer, 1)
+            if i in (33, 47):
+                with torch.no_grad():
+                    net(torch.randn(6, 8))
+
+    measured = measure(train, stride=20, steps=50, warmup=5)
+    assert [i for i, kind in enumerate(measured.kinds()) if kind == "evaluation"] == [33, 47]
+
+
+class _FakeStamp:
+    """A stamp at a known device time."""
+
+    def __init__(self, ns: int | None) -> None:
+        self.ns = ns
+
+    def passed(self) -> bool:
+        return True
+
+    def resolve(self) -> int | None:
+        return self.ns
+
+
+def test_the_device_time_of_a_span_is_split_by_host_times_and_not_across_a_pause() -> None:
+    from flopwise.meter import finish
+    from flopwise.meter.rows import EVALUATION, TIMED, Brief, Row
+
+    def close(end: int, ns: int | None, flags: int = TIMED) -> Row:
+        return Row(
+            end, flags, 0, 0, 0, 0, 0, 0, 1, None, None, None, "", None, _FakeStamp(ns), None
+        )
+
+    raw = [
+        close(0, None),
+        Brief(10, TIMED, None),
+        Brief(30, TIMED, None),
+        close(40, 80),  # 40 on the host, 80 on the device
+        Brief(50, TIMED, None),
+        Brief(90, TIMED | EVALUATION, None),
+        close(100, 70),
+        close(110, 12),
+        Brief(120, TIMED, None),  # no stamp behind it: it cannot be timed
+    ]
+    rows, clock = finish.step_rows(raw, None)
+    assert clock == "cuda events"
+    assert [row.ns for row in rows[:3]] == [20, 40, 20]
+    assert [row.kind for row in rows] == ["timed"] * 3 + ["mixed", "evaluation", "mixed", "timed"]
+    assert rows[-1].ns == 12

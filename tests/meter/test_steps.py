@@ -39,6 +39,13 @@ def test_the_optimizer_may_change_for_good() -> None:
     assert fed("A" * 100 + "B" * 50).total == 150
 
 
+def test_a_regular_order_behind_an_irregular_start_is_found() -> None:
+    boundaries = fed("ABBA" + "C" * 60)
+    assert boundaries.settled
+    assert boundaries.cycle == (ord("C"),)
+    assert 60 <= boundaries.total <= 62
+
+
 def test_a_late_second_optimizer_makes_longer_steps_from_there_on() -> None:
     boundaries = fed("D" * (5 * ESTABLISHED) + "GD" * 10)
     assert boundaries.total in (5 * ESTABLISHED + 10, 5 * ESTABLISHED + 9)

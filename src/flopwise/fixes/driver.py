@@ -314,13 +314,12 @@ def install(session: Session, options: dict[str, Any]) -> None:
 
 
 def _passed(row: Row) -> bool:
-    return row.event is None or bool(row.event.query())
+    return row.event is None or bool(row.event.passed())
 
 
 def _seconds(before: Row, row: Row) -> float:
-    if row.event is not None and before.event is not None:
-        return max(float(before.event.elapsed_time(row.event)) * 1e-3, 1e-9)
-    return max((row.end_ns - before.end_ns) * 1e-9, 1e-9)
+    ns = row.event.resolve() if row.event is not None else None
+    return max((ns if ns is not None else row.end_ns - before.end_ns) * 1e-9, 1e-9)
 
 
 def _reason(found: Comparison, warm_s: float) -> str:

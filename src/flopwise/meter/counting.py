@@ -124,6 +124,11 @@ class Counting:
 
             if torch.compiler.is_compiling():
                 return
+            if len(self._session.roots.found) > 1:
+                self._give_up(
+                    "the script compiles, and trains several models: only one could be replayed"
+                )
+                return
             self.counts[signature] = count_fake(module, args, kwargs, signature)
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -14,12 +13,24 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flopwise.meter.rows import COMPILED, COUNTED, EPOCH, EVALUATION, SAVE, SKIPPED, TIMED, Row
+from flopwise.meter.clock import Stamp
+from flopwise.meter.rows import (
+    COMPILED,
+    COUNTED,
+    EPOCH,
+    EVALUATION,
+    SAVE,
+    SKIPPED,
+    TIMED,
+    Brief,
+    Row,
+)
 from flopwise.records import rank as records
 from flopwise.records.rank import FlopCount, RankRecord, StepRow, Telemetry
 from flopwise.records.store import write as write_record
@@ -41,7 +52,7 @@ class Snapshot:
 
     session: Session
     status: str
-    rows: list[Row]
+    rows: list[Row | Brief]
     flops: list[FlopCount]
     losses: list[torch.Tensor]
     steps_seen: int
@@ -51,7 +62,8 @@ class Snapshot:
     @classmethod
     def of(cls, session: Session, status: str) -> Snapshot:
         """Returns a snapshot of `session`."""
-        counts = list(session.graphs.counts.values()) or list(session.counting.counts.values())
+        held = session.graphs.counts if session.mode == "replay" else session.counting.counts
+        counts: list[FlopCount] = list(held.values())
         on_cuda = session.device.type == "cuda"
         return cls(
             session=session,
@@ -98,10 +110,14 @@ def build(snapshot: Snapshot) -> RankRecord:
     notes = list(session.notes)
     losses = _finite(snapshot.losses)
     if len(losses) < len(snapshot.losses):
-        notes.append(f"the loss is not a finite number at step {len(losses) + 1}: the training has diverged")
+        notes.append(
+            f"the loss is not a finite number at step {len(losses) + 1}: the training has diverged"
+        )
     boundary = session.mode or "none"
     if boundary == "optimizer":
-        boundary = "graph replay" if session.graphs.counts else session.boundaries.describe()
+        boundary = session.boundaries.describe()
+    elif boundary == "replay":
+        boundary = "graph replay"
     elif boundary == "backward":
         notes.append(
             "no optimizer that torch knows has stepped: a step is taken to be a backward pass on fresh gradients; "
@@ -147,72 +163,105 @@ def build(snapshot: Snapshot) -> RankRecord:
         if session.config.warmup is None
         else f"the first {session.config.warmup} steps are dropped (--warmup)",
         warmup_by_hand=session.config.warmup is not None,
-        counted_from=_counted_from(session, snapshot.rows),
+        brief_own_ns=session.brief_own_ns(snapshot.rows),
+        counted_from=_counted_from(session, rows),
         float32_matmul_precision=_matmul_precision(),
     )
 
 
-def step_rows(raw: Sequence[Row], warmup_by_hand: int | None) -> tuple[list[StepRow], str]:
+def step_rows(raw: Sequence[Row | Brief], warmup_by_hand: int | None) -> tuple[list[StepRow], str]:
     """Returns the intervals between the step ends in `raw` as step rows, and the clock that timed them.
 
     The first step has no beginning that anyone saw; so n raw rows give n - 1 intervals.
     """
-    raw, spans, clock = _device_spans(raw)
+    raw, on_device = _passed(raw)
+    host = [after.end_ns - before.end_ns for before, after in pairwise(raw)]
+    spans, mixed = _device_spans(raw, host) if on_device else (host, set())
     kinds = classify(raw, spans, warmup_by_hand)
-    rows = []
-    for before, row, span, kind in zip(raw, raw[1:], spans, kinds, strict=False):
-        skipped = bool(row.flags & SKIPPED)
-        if row.found_inf is not None:
-            skipped = skipped or float(row.found_inf) > 0
-        rows.append(
-            StepRow(
-                ns=span,
-                host_ns=row.end_ns - before.end_ns,
-                kind=kind,
-                shape=row.shape,
-                micro_batches=row.micro_batches,
-                samples=row.samples,
-                tokens=row.tokens,
-                real_tokens=row.real_tokens,
-                skipped=skipped,
-                data_ns=row.data_ns,
-                forward_ns=row.forward_ns or None,
-                backward_ns=row.backward_ns,
-                optimizer_ns=row.optimizer_ns,
-                own_ns=row.own_ns,
-                pause_ns=row.pause_ns,
-                data_dry=row.data_dry,
-            )
+    rows = [
+        _step_row(row, span, host_ns, "mixed" if i in mixed and kind == "timed" else kind)
+        for i, (row, span, host_ns, kind) in enumerate(
+            zip(raw[1:], spans, host, kinds, strict=True)
         )
-    return rows, clock
+    ]
+    return rows, "cuda events" if on_device else "host clock"
 
 
-def _device_spans(raw: Sequence[Row]) -> tuple[list[Row], list[int], str]:
-    """Returns the rows whose end the device has reached, the spans between them in ns, and the clock's name."""
+def _step_row(row: Row | Brief, span_ns: int, host_ns: int, kind: str) -> StepRow:
+    skipped = bool(row.flags & SKIPPED)
+    if row.found_inf is not None:
+        skipped = skipped or float(row.found_inf) > 0
+    if isinstance(row, Brief):
+        return StepRow(span_ns, host_ns, kind, skipped=skipped, sampled=False)
+    return StepRow(
+        ns=span_ns,
+        host_ns=host_ns,
+        kind=kind,
+        skipped=skipped,
+        shape=row.shape,
+        micro_batches=row.micro_batches,
+        samples=row.samples,
+        tokens=row.tokens,
+        real_tokens=row.real_tokens,
+        data_ns=row.data_ns,
+        forward_ns=row.forward_ns or None,
+        backward_ns=row.backward_ns,
+        optimizer_ns=row.optimizer_ns,
+        own_ns=row.own_ns,
+        pause_ns=row.pause_ns,
+        data_dry=row.data_dry,
+    )
+
+
+def _stamp(row: Row | Brief) -> Stamp | None:
+    return row.event if isinstance(row, Row) else None
+
+
+def _passed(raw: Sequence[Row | Brief]) -> tuple[list[Row | Brief], bool]:
+    """Returns the rows that the device has passed (waits for them, without spinning), and whether there is a device."""
     rows = list(raw)
-    if not rows or rows[-1].event is None:
-        return (
-            rows,
-            [b.end_ns - a.end_ns for a, b in itertools.pairwise(rows)],
-            "host clock",
-        )
+    if not any(_stamp(row) for row in rows):
+        return rows, False
     deadline = time.monotonic() + 15
-    while not rows[-1].event.query():
-        if time.monotonic() > deadline:  # the device is stuck: keep what it has passed
-            while rows and (rows[-1].event is None or not rows[-1].event.query()):
-                rows.pop()
+    while rows:
+        stamp = _stamp(rows[-1])
+        if stamp is None or (not stamp.passed() and time.monotonic() > deadline):
+            rows.pop()  # a tail without a stamp cannot be timed; a device that is stuck has not got there
+        elif stamp.passed():
             break
-        time.sleep(0.002)
-    spans = []
-    for before, row in itertools.pairwise(rows):
-        if before.event is None or row.event is None:
-            spans.append(row.end_ns - before.end_ns)
         else:
-            spans.append(round(before.event.elapsed_time(row.event) * 1e6))
-    return rows, spans, "cuda events"
+            time.sleep(0.002)
+    return rows, True
 
 
-def classify(raw: Sequence[Row], spans: Sequence[int], warmup_by_hand: int | None) -> list[str]:
+def _device_spans(raw: Sequence[Row | Brief], host: Sequence[int]) -> tuple[list[int], set[int]]:
+    """Returns the device time of each interval, and which ones share their span with a pause.
+
+    Between two stamps the device time is known as a whole. It is split by the host times of the steps in it; that is
+    no use where one of them held a pause, since nobody knows how much of the span was the pause's.
+    """
+    spans = list(host)
+    mixed: set[int] = set()
+    start: int | None = None  # the row of the stamp before
+    for end, row in enumerate(raw):
+        stamp = _stamp(row)
+        if stamp is None:
+            continue
+        device_ns = stamp.resolve()
+        if start is not None and device_ns is not None:
+            inside = range(start, end)  # intervals between the two stamps
+            total = sum(host[i] for i in inside) or 1
+            for i in inside:
+                spans[i] = round(device_ns * host[i] / total)
+            if len(inside) > 1 and any(raw[i + 1].flags & ~TIMED & ~SKIPPED for i in inside):
+                mixed.update(i for i in inside if not raw[i + 1].flags & ~TIMED & ~SKIPPED)
+        start = end
+    return spans, mixed
+
+
+def classify(
+    raw: Sequence[Row | Brief], spans: Sequence[int], warmup_by_hand: int | None
+) -> list[str]:
     """Returns the kind of each interval (one fewer than rows): what it is, and so whether it is measured."""
     flags = [row.flags for row in raw[1:]]
     n = len(flags)
@@ -300,7 +349,7 @@ def _finite(losses: Sequence[torch.Tensor]) -> list[float]:
     return values
 
 
-def _counted_from(session: Session, rows: Sequence[Row]) -> str | None:
+def _counted_from(session: Session, rows: Sequence[StepRow]) -> str | None:
     if session.loaders and any(row.samples for row in rows):
         return "leading dimension of the loader's batches"
     if any(row.samples for row in rows):

@@ -83,9 +83,8 @@ class Graphs:
         def replay(graph: Any) -> Any:
             result = original(graph)
             if numbers and self._session.live:
-                number = numbers.get(id(graph))
-                if number is not None:
-                    self._session.graph_replayed(number, now())
+                if id(graph) in numbers:
+                    self._session.graph_replayed(now())
             return result
 
         return replay

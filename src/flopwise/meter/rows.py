@@ -31,8 +31,16 @@ class Row(NamedTuple):
     real_tokens: int | None
     shape: str
     data_dry: bool | None
-    event: Any  # torch.cuda.Event recorded at the end, or None
+    event: Any  # flopwise.meter.clock.Stamp of the end, or None on a CPU
     found_inf: Any  # the scaler's flag tensor of a fused optimizer, read after the measurement
+
+
+class Brief(NamedTuple):
+    """One interval of which only the end was taken: a short step between two that are looked at closely."""
+
+    end_ns: int
+    flags: int
+    found_inf: Any
 
 
 class Interval:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flopwise.meter import finish, marks, selftest
+from flopwise.meter.clock import DeviceClock
 from flopwise.meter.counting import Counting
 from flopwise.meter.found import Reading, describe_batch, frames_compiled, read_roots, real_tokens
 from flopwise.meter.graphs import Graphs
@@ -37,6 +38,7 @@ from flopwise.meter.rows import (
     SAVE,
     SKIPPED,
     TIMED,
+    Brief,
     Interval,
     Row,
 )
@@ -48,6 +50,11 @@ now = time.perf_counter_ns
 WARMUP, MEASURING, STOPPING, DONE = "warm-up", "timed", "stopping", "done"
 #: A first record is written when this many steps are timed, so that a killed run still leaves one.
 FIRST_RECORD_STEPS = 10
+#: Short steps are looked at closely (phases, shapes, device time) once in this many ns, and only counted in between:
+#: one close look costs some 0.1 ms of host time.
+CLOSE_LOOK_NS = 100_000_000
+#: But in a measurement of N steps at least this often, and never more seldom than every 64th step.
+CLOSE_LOOKS = 8
 #: Losses kept for the report and for comparing runs.
 LOSSES_KEPT = 64
 
@@ -64,6 +71,7 @@ class Config:
     stop_after: bool = False  # end the script once measured
     count: bool = True
     telemetry: bool = True
+    stride: int | None = None  # look closely at every n-th timed step; None: by rule
     default_steps: int = 50
     min_window_s: float = 5.0
     max_window_s: float = 60.0
@@ -85,7 +93,7 @@ class Session:
         self.phase = WARMUP
         self.patches = Patches()
         self.notes: list[str] = []
-        self.rows: list[Row] = []
+        self.rows: list[Row | Brief] = []
         self.losses: list[torch.Tensor] = []
         self.boundaries = Boundaries()
         self.mode: str | None = None  # "optimizer" | "backward" | "mark"
@@ -114,10 +122,18 @@ class Session:
         self._watch: tuple[torch.Tensor, int, int] | None = None
         self._last_ns = now()
         self._last_event: Any = None
+        self._clock: DeviceClock | None = None
         self._frames = 0
         self._timed = 0
+        self._first_replay = 0  # row from which steps are replays of a CUDA graph
         self._timed_from_ns = 0
+        self._brief = False  # the running interval is only counted
+        self._stride = 1  # every how many steps one is looked at closely
+        self._until_close = 0
+        self._target = sys.maxsize if config.steps is None else config.steps
+        self._nested = False  # an optimizer has stepped inside another one's step
         self._written_at = 0
+        self._brief_own_ns = 0
         self._warned = False
         self._own_call_ns = 0
         self._writers: list[threading.Thread] = []
@@ -153,6 +169,7 @@ class Session:
     def detach(self) -> None:
         """Takes every hook out again."""
         self.live = False
+        self._brief = False
         self.phase = DONE
         self.counting.abandon()
         self.roots.release()
@@ -214,12 +231,14 @@ class Session:
 
     def _optimizer_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if not self.live:
+            if not self.live or (self._brief and not self._nested):
                 return
             started = now()
             stack, key = self._stack, id(optimizer)
             if key in stack:  # its last step raised and never came to its end
                 del stack[stack.index(key) :]
+            elif stack:
+                self._nested = True
             stack.append(key)
             interval = self.interval
             interval.calls += 1
@@ -232,6 +251,10 @@ class Session:
             if not self.live:
                 return
             started = now()
+            if self._brief and not self._nested:
+                if not self.graphs.capturing:
+                    self._optimizer_event(optimizer, started)
+                return
             stack, key = self._stack, id(optimizer)
             if key not in stack:
                 return
@@ -244,9 +267,6 @@ class Session:
             if self.graphs.capturing:
                 self.graphs.saw_step()
                 return
-            found_inf = getattr(optimizer, "found_inf", None)
-            if found_inf is not None:
-                interval.found_inf = found_inf
             self._optimizer_event(optimizer, started)
 
         for hook in (before, after):
@@ -255,7 +275,7 @@ class Session:
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.live or self._backward_depth:
+            if self._brief or not self.live or self._backward_depth:
                 return original(tensors, *args, **kwargs)
             started = now()
             if self._events == 0 and self.mode != "mark":
@@ -287,7 +307,7 @@ class Session:
 
     def _next_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __next__(iterator: Any) -> Any:
-            if not self.live:
+            if not self.live or (self._brief and torch.is_grad_enabled()):
                 return original(iterator)
             entered = now()
             batch = original(iterator)
@@ -316,7 +336,7 @@ class Session:
             if real is not None:
                 interval.real_tokens += real
         if self._last_event is not None and not interval.backwards and not interval.forward_from_ns:
-            interval.data_dry = self._last_event.query()
+            interval.data_dry = self._last_event.passed()
         interval.own_ns += now() - left
 
     def _start_loader(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -379,12 +399,16 @@ class Session:
 
     def _optimizer_event(self, optimizer: Any, started: int) -> None:
         self._events += 1
-        if self.mode == "mark":
+        if self.mode in ("mark", "replay"):
             return
         try:
             if self.mode == "backward":
                 self._restart("optimizer")
             self.mode = "optimizer"
+            if self.uses_scaler:
+                found_inf = getattr(optimizer, "found_inf", None)
+                if found_inf is not None:
+                    self.interval.found_inf = found_inf
             key = id(optimizer)
             identity = self._identities.get(key)
             if identity is None:
@@ -402,14 +426,22 @@ class Session:
         except Exception as error:
             self.fail(error)
 
-    def graph_replayed(self, identity: int, started: int) -> None:
+    def graph_replayed(self, started: int) -> None:
         """A CUDA graph that holds an optimizer step was replayed: that is a step."""
         self._events += 1
         if self.mode == "mark":
             return
-        self.mode = "optimizer"
-        if self.boundaries.feed(-1 - identity):
-            self._guard(self._boundary, started)
+        if self.mode != "replay":
+            # The eager steps before the capture are another regime: they stay counted, as warm-up.
+            self.mode = "replay"
+            self.boundaries.close()
+            self.rows = [Brief(row.end_ns, row.flags & ~TIMED, None) for row in self.rows]
+            self.phase = WARMUP
+            self._timed = 0
+            self._first_replay = len(self.rows)
+            self.counting.tried = self.counting.settled = True
+        self.boundaries.total += 1
+        self._guard(self._boundary, started)
 
     def _meet(self, identity: int, optimizer: torch.optim.Optimizer) -> None:
         if not self.optimizers and self.config.folder is not None:
@@ -424,8 +456,7 @@ class Session:
         """Once the cycle is known, rows that were cut at other places are replaced by as many warm-up rows."""
         before = self.boundaries.total - (1 if self.boundaries._position == 0 else 0)
         if len(self.rows) != before:
-            filler = self.rows[-1]._replace(flags=COUNTED, event=None) if self.rows else None
-            self.rows = [filler] * before if filler else []
+            self.rows = [Brief(now(), COUNTED, None)] * before
 
     def _restart(self, mode: str) -> None:
         """A better signal for steps has appeared: what was cut by the old one is dropped."""
@@ -469,15 +500,49 @@ class Session:
 
     # ------------------------------------------------------------------ the end of a step
 
+    def _brief_boundary(self, started: int) -> None:
+        """The end of a step that is only counted."""
+        interval = self.interval
+        flags = interval.flags
+        self.rows.append(Brief(started, flags | TIMED, interval.found_inf))
+        if flags or interval.found_inf is not None:
+            interval.clear()
+        if not flags & (COUNTED | SAVE):
+            self._timed += 1
+        self._until_close -= 1
+        if self._until_close <= 0 or self._timed + 1 >= self._target:
+            self._brief = False
+        self._brief_own_ns += now() - started
+
+    def brief_own_ns(self, rows: Sequence[Row | Brief]) -> int:
+        """Returns what our hooks cost over all steps that were only counted: five of them are passed in each."""
+        brief = sum(isinstance(row, Brief) for row in rows)
+        return self._brief_own_ns + 5 * brief * self._own_call_ns
+
+    def _choose_stride(self) -> int:
+        """Returns every how many steps one is looked at closely in the timed window."""
+        if self.observers or self.config.stride is not None:
+            return self.config.stride or 1
+        recent = self.rows[-4:]
+        step_ns = max(1, (recent[-1].end_ns - recent[0].end_ns) // max(1, len(recent) - 1))
+        stride = min(64, -(-CLOSE_LOOK_NS // step_ns))
+        if self.config.steps is not None:
+            stride = min(stride, self.config.steps // CLOSE_LOOKS)
+        return max(1, stride)
+
     def _boundary(self, started: int) -> None:
+        if self._brief:
+            self._brief_boundary(started)
+            return
         interval = self.interval
         if self.phase == STOPPING:
             self._stop_if_due()
             return
         event = None
         if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self.device))
+            if self._clock is None:
+                self._clock = DeviceClock(self.device)
+            event = self._clock.stamp()
         counted = self.counting.step_ended()
         frames = frames_compiled()
         flags = interval.flags
@@ -514,6 +579,9 @@ class Session:
             self._warm_up(started)
         for observer in self.observers:
             observer(self, row)
+        if self._stride > 1 and self.phase == MEASURING and self._timed + 1 < self._target:
+            self._brief = True
+            self._until_close = self._stride - 1
         interval.own_ns += now() - started
         if self.phase == STOPPING:
             self._stop_if_due()
@@ -536,11 +604,12 @@ class Session:
             self.phase = MEASURING
             self._timed_from_ns = started
             self.interval.flags |= COUNTED  # opening the window is not the script's time
+            self._stride = self._choose_stride()
             self.window.open()
 
     def boundaries_known(self) -> bool:
         """Whether it is settled what ends a step."""
-        return self.mode in ("mark", "backward") or self.boundaries.settled
+        return self.mode in ("mark", "backward", "replay") or self.boundaries.settled
 
     def _is_warm(self, n: int) -> bool:
         """The rule that ends the warm-up; `finish.WARMUP_RULE` says it in words."""
@@ -653,6 +722,7 @@ class Session:
         self.interval.clear()
         self._identities.clear()
         self.optimizers.clear()
+        self._brief = False
         if self.phase in (MEASURING, STOPPING):
             self.detach()
 

@@ -94,6 +94,11 @@ class Boundaries:
         period = smallest_period(phase)
         if period is not None and len(phase) >= max(3, 2 * period):
             return self._settle(period)
+        tail = self._regular_tail()
+        if tail:
+            self._base += phase[:-tail].count(anchor_of(phase[:-tail]))
+            del phase[:-tail]
+            return self._settle(smallest_period(phase) or 1)
         if len(phase) > GIVE_UP:
             self._irregular = anchor_of(phase)
             self.settled = True
@@ -101,6 +106,17 @@ class Boundaries:
             return identity == self._irregular
         self.total = self._base + phase.count(phase[0])
         return identity == phase[0]
+
+    def _regular_tail(self) -> int:
+        """Returns the length of a regular tail behind an irregular start (another optimizer warmed up), else 0."""
+        phase = self._phase
+        for period in range(1, len(phase) // 8 + 1):
+            n = max(ESTABLISHED, 4 * period)
+            if n < len(phase) and all(
+                phase[-i] == phase[-i - period] for i in range(1, n - period + 1)
+            ):
+                return n
+        return 0
 
     def _settle(self, period: int) -> bool:
         """Fixes the cycle, turned so that it ends with its anchor; returns whether the last event ended a step."""

@@ -13,24 +13,30 @@ SCHEMA = "flopwise.rank/1"
 
 @dataclass(frozen=True)
 class StepRow:
-    """One interval from step to step."""
+    """One interval from step to step.
 
-    ns: int  # device time if CUDA events were used, else host time
+    Short steps are looked at closely only now and then; of the others (`sampled` false) just the times are known.
+    """
+
+    ns: int  # device time if CUDA events were used (split by host time between two events), else host time
     host_ns: int
-    kind: str  # "timed" | "warmup" | "compile" | "counted", or pauses joined by "+": "evaluation", "checkpoint", "epoch_start"
-    shape: str  # signature of the inputs of the root module, "" if unknown
-    micro_batches: int
-    samples: int | None
-    tokens: int | None
-    real_tokens: int | None
-    skipped: bool  # a GradScaler skipped the update
-    data_ns: int
-    forward_ns: int | None
-    backward_ns: int
-    optimizer_ns: int
-    own_ns: int  # time inside our hooks
-    pause_ns: int  # evaluation, saving, or loader start inside this interval
-    data_dry: bool | None  # the device had run dry when the data arrived; None: unknown
+    # "timed" | "warmup" | "compile" | "counted" | "mixed" (its device time cannot be told from a pause beside it), or
+    # pauses joined by "+": "evaluation", "checkpoint", "epoch_start"
+    kind: str
+    shape: str = ""  # signature of the inputs of the root module, "" if unknown
+    micro_batches: int = 0
+    samples: int | None = None
+    tokens: int | None = None
+    real_tokens: int | None = None
+    skipped: bool = False  # a GradScaler skipped the update
+    data_ns: int = 0
+    forward_ns: int | None = None
+    backward_ns: int = 0
+    optimizer_ns: int = 0
+    own_ns: int = 0  # time inside our hooks
+    pause_ns: int = 0  # evaluation, saving, or loader start inside this interval
+    data_dry: bool | None = None  # the device had run dry when the data arrived; None: unknown
+    sampled: bool = True  # False: only the times, the kind and `skipped` were taken
 
 
 @dataclass(frozen=True)
@@ -112,4 +118,4 @@ class RankRecord:
     warmup_by_hand: bool
     counted_from: str | None
     float32_matmul_precision: str
-    plan: str | None = None
+    brief_own_ns: int = 0  # time inside our hooks over all steps that were only counted
