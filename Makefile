@@ -1,29 +1,34 @@
-# Everything sets itself up: needs Python >= 3.10 (PYTHON=...), make, and a package index.
-#   make demo   measures and tunes the two included examples, CPU or GPU
-#   make test   lint, types, import contracts, tests
-PYTHON ?= python3
-VENV := .venv
+# flopwise. Each target sets itself up first: it needs make, Python 3.10 or newer, and a package index.
+#   make demo             measures and tunes the two example scripts: some 4 minutes after the set-up
+#   make demo TORCH=any   the same with this machine's own torch: for a GPU
+#   make test             lint, types, import contracts, tests
+#   make docs             builds the documentation into build/site; a broken link is an error
+#   make clean            removes what the above made
+# Another Python: make test PYTHON=python3.12
+
+PYTHON ?= $(shell for p in python3 python python3.13 python3.12 python3.11 python3.10; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && { echo $$p; exit; }; \
+	done; echo python3)
+# cpu: the pinned CPU build, as development and CI use it. any: the torch that PYTHON has, else what pip chooses.
+TORCH ?= cpu
+VENV := $(if $(filter any,$(TORCH)),.venv-any,.venv)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# Processes of the tests and the demo run side by side: one thread each.
-export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint unit docs install clean help
+.PHONY: help install test lint unit docs demo clean
 
 help:
-	@sed -n '2,4p' Makefile
+	@sed -n '2,7s/^# *//p' Makefile
 
-$(STAMP): pyproject.toml constraints.txt
-	@echo "== Setting up $(VENV): torch (CPU build, some 900 MB on disk) and flopwise; a minute or two"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]' \
-		|| { echo "== The installation failed; see above. Nothing else was changed."; exit 1; }
-	@$(BIN)/python tools/guard_cpu_build.py
-	@touch $(STAMP)
+$(STAMP): pyproject.toml constraints.txt tools/set_up.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo "== flopwise needs Python 3.10 or newer; $(PYTHON): $$($(PYTHON) -V 2>&1 || true)"; \
+		echo "== Name another one: make $(MAKECMDGOALS) PYTHON=/path/to/python3.12"; exit 1; }
+	@$(PYTHON) tools/set_up.py --venv $(VENV) --torch $(TORCH)
 
 install: $(STAMP)
 
-test: $(STAMP) lint unit
+test: lint unit
 
 lint: $(STAMP)
 	@echo "== Lint, types, import contracts"
@@ -32,12 +37,17 @@ lint: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
+# Tests start processes that run side by side: one thread each.
 unit: $(STAMP)
 	@echo "== Tests"
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
+
+docs: $(STAMP)
+	@$(BIN)/python -m mkdocs build --quiet --strict
+	@echo "== build/site/index.html"
 
 demo: $(STAMP)
 	@$(BIN)/python tools/demo.py
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .demo
+	rm -rf .venv .venv-any build .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .demo

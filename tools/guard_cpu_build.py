@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import metadata
 
 
@@ -13,6 +14,7 @@ def main() -> int:
     )
     cuda = [n for n in names if n.startswith(("nvidia-cu", "nvidia-nccl", "triton"))]
     version = metadata.version("torch")
+    warnings.simplefilter("ignore")  # torch misses numpy, which nothing here needs
     import torch
 
     if torch.version.cuda is not None or cuda:
