@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from flopwise._version import __version__
 from flopwise.errors import FlopwiseError
@@ -14,9 +15,8 @@ from flopwise.errors import FlopwiseError
 COMMANDS = ("run", "tune", "report", "ceilings", "env")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code. Errors that are the user's to solve are one message, exit code 2."""
-    words = list(sys.argv[1:] if argv is None else argv)
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, ModuleType]]:
+    """Returns the parser of the whole command line, and the module of each command by its name."""
     parser = argparse.ArgumentParser(
         prog="flopwise",
         description="Measures and raises the MFU (Model FLOPs Utilization) of PyTorch training, and proves the gain.",
@@ -27,7 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in COMMANDS:
         modules[name] = importlib.import_module(f"flopwise.cli.{name}")
         modules[name].add_parser(subparsers)
-    arguments = parser.parse_args(words)
+    return parser, modules
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. Errors that are the user's to solve are one message, exit code 2."""
+    parser, modules = build_parser()
+    arguments = parser.parse_args(list(sys.argv[1:] if argv is None else argv))
     if arguments.command is None:
         parser.print_help()
         return 0

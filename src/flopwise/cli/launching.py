@@ -7,22 +7,24 @@ import argparse
 from flopwise.errors import UsageError
 from flopwise.launch.command import Job, job
 
-#: torchrun's options that take a value and are handed through.
-TORCHRUN_VALUES = (
-    "--nproc-per-node",
-    "--nnodes",
-    "--node-rank",
-    "--rdzv-backend",
-    "--rdzv-endpoint",
-    "--rdzv-id",
-    "--master-addr",
-    "--master-port",
-    "--max-restarts",
-)
+#: torchrun's options that take a value and are handed through: what stands for the value, and the help.
+TORCHRUN_VALUES = {
+    "--nproc-per-node": ("N", "processes on this machine: a number, gpu or auto"),
+    "--nnodes": ("N", "machines, or a range MIN:MAX"),
+    "--node-rank": ("N", "number of this machine"),
+    "--rdzv-backend": ("NAME", "how the machines find each other, e.g. c10d"),
+    "--rdzv-endpoint": ("HOST:PORT", "where they find each other"),
+    "--rdzv-id": ("ID", "name of this job among them"),
+    "--master-addr": ("HOST", "address of the first machine"),
+    "--master-port": ("PORT", "port on the first machine"),
+    "--max-restarts": ("N", "how often torchrun may restart failed workers"),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the ways to start a job to a parser."""
+    forms = ("SCRIPT [ARGS]", "-m MODULE [ARGS]", "-- COMMAND [ARGS]")
+    parser.usage = "\n       ".join(f"{parser.prog} [options] {form}" for form in forms)
     parser.add_argument(
         "-m", dest="module", action="store_true", help="the first word is a module, as in python -m"
     )
@@ -34,9 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "After -- any command, e.g. -- torchrun ... or -- bash train.sh",
     )
     group = parser.add_argument_group("torchrun (starts the script with torch.distributed.run)")
-    for option in TORCHRUN_VALUES:
-        group.add_argument(option, metavar="X", default=None)
-    group.add_argument("--standalone", action="store_true")
+    for option, (value, said) in TORCHRUN_VALUES.items():
+        group.add_argument(option, metavar=value, default=None, help=said)
+    group.add_argument("--standalone", action="store_true", help="one machine, on a free port")
 
 
 def job_of(arguments: argparse.Namespace) -> Job:
