@@ -17,8 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from flopwise.meter.rows import Row
+
 WARMUP_STEPS = 6  # the meter's warm-up: roots found, FLOPs counted
 WASHOUT_STEPS = 10  # dropped at the head of every block, with the meter or without
+MOST_WAITING_STEPS = 2000
 
 
 class Block(NamedTuple):
@@ -95,6 +98,10 @@ class Loop:
         batches = iter(self.loader)
         self.run(batches, WASHOUT_STEPS)
         if meter is not None:
+            for _ in range(MOST_WAITING_STEPS):  # the meter makes itself ready before it times
+                if meter.timing():
+                    break
+                self.run(batches, 1)
             meter.check_timing()
         self.wait()
         began, began_cpu = time.perf_counter(), time.process_time()
@@ -119,9 +126,14 @@ class Meter:
         self.session = Session(Config(folder=None, steps=10**9, warmup=WARMUP_STEPS))
         self.session.attach()
 
+    def timing(self) -> bool:
+        """Returns whether the meter is in its timed window."""
+        return bool(self.session.live and self.session.phase == "timed")
+
     def check_timing(self) -> None:
         """Raises RuntimeError unless the meter is in its timed window."""
-        if not self.session.live or self.session.phase != "timed":
+        self._first = len(self.session.rows)
+        if not self.timing():
             raise RuntimeError(
                 f"the meter is not timing: phase {self.session.phase!r}, notes {self.session.notes}"
             )
@@ -133,8 +145,10 @@ class Meter:
 
     def own_frac(self) -> float:
         """Returns the share of its last block's step time that the meter itself says it took."""
-        first, *rows = self.session.rows[WASHOUT_STEPS - 1 :]
-        return sum(row.own_ns for row in rows) / (rows[-1].end_ns - first.end_ns)
+        rows = self.session.rows[self._first :]
+        close = sum(row.own_ns for row in rows if isinstance(row, Row))
+        own = close + self.session.brief_own_ns(rows)
+        return own / (rows[-1].end_ns - rows[0].end_ns)
 
 
 def shape(device: str, target_ms: float) -> tuple[int, int]:

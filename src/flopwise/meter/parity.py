@@ -26,7 +26,15 @@ from typing import Any, NamedTuple
 import torch
 
 from flopwise.meter.kept import Rng, kept_module, kept_optimizer, kept_rng
-from flopwise.meter.replay import Outcome, Replay, Snapshot, distance, quieten, quieten_wholly
+from flopwise.meter.replay import (
+    Outcome,
+    Replay,
+    Snapshot,
+    distance,
+    error_words,
+    quieten,
+    quieten_wholly,
+)
 from flopwise.meter.sameness import difference, same
 from flopwise.meter.yardstick import (
     FLOAT32,
@@ -74,7 +82,7 @@ def compare_forward(
                 return parity
             nearby = [compare.at(rng, seed + k, nearby=k) for k in (1, 2)]
         except Exception as error:  # the fix is not kept; the run goes on
-            return _failed(numerics, f"could not be compared: {_words(error)}")
+            return _failed(numerics, f"could not be compared: {error_words(error)}")
         finally:
             disable()
     if all(p.passed for p in nearby):
@@ -204,7 +212,7 @@ def compare_update(
             kept.restore()
             reference = _update(_twin_in_float64(optimizer), seed)
         except Exception as failure:  # the fix is not kept; the run goes on
-            return _failed(numerics, f"could not be compared: {_words(failure)}")
+            return _failed(numerics, f"could not be compared: {error_words(failure)}")
     rel, cosine = distance(new.changes, old.changes)
     if numerics == "identical":
         pairs = zip(new.changes + new.state, old.changes + old.state, strict=True)
@@ -336,8 +344,3 @@ def _equal(old: Outcome, new: Outcome) -> bool:
 def _failed(numerics: str, reason: str) -> Parity:
     """Returns a parity that was not shown."""
     return Parity(numerics, False, None, None, None, None, None, 0.0, "none", reason)
-
-
-def _words(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

@@ -51,7 +51,9 @@ class Replay:
         self._rng = rng
         self._seed = seed
         self.prepare: list[Callable[[nn.Module], None]] = []  # done to the module before each run
-        self.look: Callable[[list[torch.Tensor]], str | None] | None = None  # at outputs with graphs
+        self.look: Callable[[list[torch.Tensor]], str | None] | None = (
+            None  # at outputs with graphs
+        )
         self.reason: str | None = None  # what it said
         self._cotangents: list[torch.Tensor] | None = None
 
@@ -252,6 +254,12 @@ def distance(new: list[torch.Tensor | None], old: list[torch.Tensor | None]) -> 
         same = apart == 0
         return (0.0, 1.0) if same else (math.nan if math.isnan(apart) else math.inf, math.nan)
     return math.sqrt(apart / old_2), dot / math.sqrt(old_2 * new_2) if new_2 else 0.0
+
+
+def error_words(error: BaseException) -> str:
+    """Returns the kind of an error and its first lines, up to an empty one, in at most 200 characters."""
+    text = " ".join(str(error).strip().split("\n\n")[0].split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
 
 
 @contextmanager

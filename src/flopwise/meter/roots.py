@@ -162,7 +162,7 @@ class Roots:
         if not torch.is_grad_enabled():
             interval.flags |= EVALUATION
             return
-        if session.in_backward:  # a checkpoint's replay
+        if session._brief or session.in_backward:  # only counted; or a checkpoint's replay
             return
         try:
             self._calls += 1

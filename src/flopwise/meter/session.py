@@ -600,12 +600,11 @@ class Session:
         if self.config.count and n >= 2 and not waits and self.boundaries_known():
             self.counting.begin()
             return
-        if self._is_warm(n):
+        self.window.prepare()
+        if self._is_warm(n) and self.window.begin():
             self.phase = MEASURING
             self._timed_from_ns = started
-            self.interval.flags |= COUNTED  # opening the window is not the script's time
             self._stride = self._choose_stride()
-            self.window.open()
 
     def boundaries_known(self) -> bool:
         """Whether it is settled what ends a step."""
@@ -802,19 +801,23 @@ def _call_cost_ns() -> int:
     def outer(*args: Any, **kwargs: Any) -> None:
         return inner(*args, **kwargs)
 
-    n = 200
-    started = now()
-    for _ in range(n):
-        outer(None)
-    middle = now()
-    for _ in range(n):
-        inner(None)
-    return max(0, (middle - started) - (now() - middle)) // n + _clock_cost_ns()
+    return (
+        max(0, _quickest_ns(lambda: outer(None)) - _quickest_ns(lambda: inner(None)))
+        + _clock_cost_ns()
+    )
 
 
 def _clock_cost_ns() -> int:
     """Returns what one read of the clock costs here."""
-    started = now()
-    for _ in range(200):
-        now()
-    return (now() - started) // 200
+    return _quickest_ns(now)
+
+
+def _quickest_ns(function: Callable[[], Any]) -> int:
+    """Returns the ns of one call, from the quickest of a few short loops: a preemption must not look like a cost."""
+    loops = []
+    for _ in range(5):
+        started = now()
+        for _ in range(50):
+            function()
+        loops.append((now() - started) // 50)
+    return min(loops)
