@@ -1,0 +1,305 @@
+"""FW105 compile-model: the root module compiled in place."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shutil
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, share_reason
+from flopwise.fixes.slot import COMPILED, Call, Layers, Slot, inner, slot_problem
+from flopwise.fixes.time_limit import Overdue, alarm_problem, limit_is_set, time_limit
+from flopwise.meter.found import compiled_parts
+from flopwise.meter.kept import kept_module, kept_rng
+from flopwise.meter.parity import compare_forward
+from flopwise.meter.replay import Replay, Snapshot
+from flopwise.meter.yardstick import FLOAT32
+from flopwise.records.verdict import Parity
+
+#: Below this share of forward and backward no trial could show a gain.
+LEAST_COMPUTE_FRAC = 0.05
+#: A compilation that takes longer is abandoned.
+DEADLINE_S = 120.0
+#: With more graph breaks than this a model runs as many small graphs, and is left alone.
+MOST_GRAPH_BREAKS = 8
+#: With more compilations than this while it is on, it keeps compiling for new shapes and is taken back.
+MOST_RECOMPILES = 8
+
+
+class CompileModel(Fix):
+    """The root module compiled by torch.compile, in place.
+
+    What it does:
+    Compiles the call of the root module (inside DistributedDataParallel: of the module in it) with the default mode
+    and puts it in the module's own slot for that, so that type, state dict, copies and pickles stay as they are.
+    Containers of library layers, which `Module.compile` silently leaves uncompiled, are compiled too; that frames
+    were really compiled is checked. Only while gradients are recorded.
+
+    Why it helps:
+    Chains of small operations become one kernel: less memory traffic, fewer launches, less Python. Models that
+    consist of large matrix products gain little.
+
+    When it declines:
+    The script compiles by itself; there is no C++ compiler (CPU) or no Triton with a C compiler (GPU); the model's
+    call cannot be wrapped; no time limit can be set (not in the main thread, or the script uses the alarm signal);
+    forward and backward are too small a share of the step. It is taken back when compiling takes longer than 120 s,
+    when nothing was compiled, after more than 8 graph breaks or more than 8 further compilations. The trial also
+    states after how many steps the compilation is paid back.
+
+    What can change:
+    Fused kernels round less often and sum in another order: results differ by rounding, held against a float64
+    reference. Random numbers (dropout) come from another stream, so numbers are compared with dropout off. Hooks
+    that the script adds to inner modules later are not called. The compiler's cache files stay on disk.
+    """
+
+    code = "FW105"
+    name = "compile-model"
+    causes = ("launch-bound", "memory-bound")
+    numerics = "reordered"
+
+    def check(self, scene: Scene) -> Eligible | Declined:
+        """Returns whether compiling may be tried."""
+        if scene.facts.compiles or any(compiled_parts(root) for root in scene.roots):
+            return Declined("the script compiles its model itself")
+        if not scene.roots:
+            return Declined("no root module was found")
+        for root in scene.roots:
+            reason = slot_problem(inner(root))
+            if reason:
+                return Declined(reason)
+        reason = (
+            compiler_problem(scene.device)
+            or alarm_problem()
+            or share_reason(scene.compute_frac, LEAST_COMPUTE_FRAC, "in forward and backward")
+        )
+        return Declined(reason) if reason else Eligible()
+
+    def apply(self, scene: Scene) -> Applied:
+        """Returns the fix on every root module, switched off; nothing is compiled before `verify` or the first call."""
+        return _Applied([inner(root) for root in scene.roots])
+
+
+class _Applied(Applied):
+    def __init__(self, modules: list[nn.Module], deadline_s: float = DEADLINE_S) -> None:
+        self.setting = {"mode": "default"}
+        self.compile_s = 0.0  # by torch's own account
+        self._deadline_s = deadline_s
+        self._layers = Layers(modules, COMPILED)
+        self._compiled = [_Compiled(module, self) for module in modules]
+        self._reason: str | None = None
+        self._frames = 0
+        self._breaks = 0
+
+    def enable(self) -> None:
+        if self.failure() is not None:
+            return
+        self._layers.on([compiled.layer for compiled in self._compiled])
+
+    def disable(self) -> None:
+        self._layers.off()
+
+    def undo(self) -> None:
+        self.disable()
+        for compiled in self._compiled:
+            compiled.forget()
+        _stop_compile_workers()
+
+    def settled(self) -> bool:
+        return self._layers.settled()
+
+    def failure(self) -> str | None:
+        if self._reason is None:
+            self._reason = self._layers.failure() or self._counted()
+        return self._reason
+
+    def verify(self, snapshot: Snapshot) -> Parity:
+        """Compiles forward and backward under the time limit, compares, and compiles what training runs as well."""
+        module = inner(snapshot.module)
+        snapshot = snapshot._replace(module=module)
+        slot = Slot.of(module)
+        parity = None
+        with self.limited():
+            parity = compare_forward(
+                snapshot,
+                self.enable,
+                self.disable,
+                unit_roundoff=max(FLOAT32, slot.unit_roundoff()),
+                bare=slot.bypassed,
+            )
+            if parity.passed and "compared with" in parity.detail:
+                self._rehearse(snapshot)
+        self.disable()
+        if self.failure() is None and self._frames == 0 and parity is not None and parity.passed:
+            self._reason = "nothing was compiled"
+        if self._reason is not None or parity is None:
+            return _failed(self._reason or "not compared")
+        return parity
+
+    def _rehearse(self, snapshot: Snapshot) -> None:
+        """Runs one compiled forward and backward as in training (dropout on), so that no real step compiles."""
+        with kept_module(snapshot.module) as state, kept_rng() as rng:
+            self.enable()
+            try:
+                Replay(snapshot, state, rng).run()
+            finally:
+                self.disable()
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        """Leaves the block when what is left of the time limit has passed, and gives the fix up then."""
+        frames, breaks, spent_s = _frames(), _graph_breaks(), _compile_s()
+        try:
+            with time_limit(self._deadline_s - self.compile_s):
+                yield
+        except Overdue as overdue:
+            self._reason = f"compilation {overdue}, continuing eager"
+        finally:
+            self.compile_s += _compile_s() - spent_s
+            self._frames += _frames() - frames
+            self._breaks += _graph_breaks() - breaks
+
+    def given_up(self) -> bool:
+        """Whether compiled code is not to be used any more."""
+        return self._reason is not None
+
+    def _counted(self) -> str | None:
+        """Returns what the compiler's counters say against this fix, or None."""
+        if self._breaks > MOST_GRAPH_BREAKS:
+            return f"{self._breaks} graph breaks, more than {MOST_GRAPH_BREAKS}"
+        recompiled = sum(compiled.recompiled for compiled in self._compiled)
+        if recompiled > MOST_RECOMPILES:
+            return f"compiled {recompiled} times more while it was on (changing shapes or values)"
+        return None
+
+
+class _Compiled:
+    """The compiled call of one module."""
+
+    def __init__(self, module: nn.Module, owner: _Applied) -> None:
+        self._owner = owner
+        self._frame = _frame(module._call_impl)
+        self._function: Call = torch.compile(self._frame)
+        self._warm = False
+        self.recompiled = 0  # frames compiled by calls of the training after the first
+
+    def layer(self, call: Call) -> Call:
+        """Returns the compiled call; `call` is the plain one, for when compiling is given up."""
+        function, owner = self._function, self._owner
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if owner.given_up():
+                return call(*args, **kwargs)
+            if limit_is_set():
+                self._warm = True
+                return function(*args, **kwargs)
+            if not self._warm:
+                return self._first(call, args, kwargs)
+            frames = _frames()
+            result = function(*args, **kwargs)
+            self.recompiled += _frames() - frames
+            return result
+
+        return run
+
+    def _first(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The first call of the training, if nothing was rehearsed; limits the forward's compilation only."""
+        with self._owner.limited():
+            result = self._function(*args, **kwargs)
+            self._warm = True
+            return result
+        return call(*args, **kwargs)
+
+    def forget(self) -> None:
+        """Drops the compiled code."""
+        reset_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "reset_code", None)
+        if reset_code is not None:
+            reset_code(self._frame.__code__)
+
+
+_NUMBERS = itertools.count()
+
+
+def _frame(call: Call) -> types.FunctionType:
+    """Returns a plain function around a call, with code of its own.
+
+    torch skips the forwards of its own containers, but not this frame; and it keeps compiled code by code object, so
+    two modules must not share one.
+    """
+
+    def frame(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    code = frame.__code__.replace(co_name=f"compiled_call_{next(_NUMBERS)}")
+    return types.FunctionType(code, frame.__globals__, code.co_name, None, frame.__closure__)
+
+
+def compiler_problem(device: torch.device) -> str | None:
+    """Returns why torch.compile cannot generate code for this device here, or None."""
+    if sys.platform == "win32":
+        return "not tested on Windows"
+    if device.type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            compiler = get_cpp_compiler()
+        except Exception:
+            compiler = ""
+        if not compiler or shutil.which(compiler) is None:
+            return "there is no C++ compiler"
+        return None
+    if device.type != "cuda":
+        return f"not tested on devices of type {device.type}"
+    from torch.utils._triton import has_triton
+
+    if not has_triton():
+        return "there is no Triton for this GPU"
+    if not any(shutil.which(c) for c in (os.environ.get("CC", ""), "gcc", "cc", "clang") if c):
+        return "there is no C compiler, which Triton needs"
+    return None
+
+
+def break_even_steps(compile_s: float, old_s: float, new_s: float) -> int | None:
+    """Returns after how many steps a compilation is paid back, None if never."""
+    return math.ceil(compile_s / (old_s - new_s)) if new_s < old_s else None
+
+
+def _frames() -> int:
+    """Returns how many frames Dynamo has compiled in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return int(utils.counters["frames"]["ok"]) if utils is not None else 0
+
+
+def _compile_s() -> float:
+    """Returns the seconds that torch has spent compiling in this process, forward and backward."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return (
+        float(utils.calculate_time_spent().get("total_wall_time", 0.0))
+        if utils is not None
+        else 0.0
+    )
+
+
+def _graph_breaks() -> int:
+    utils = sys.modules.get("torch._dynamo.utils")
+    return sum(utils.counters["graph_break"].values()) if utils is not None else 0
+
+
+def _stop_compile_workers() -> None:
+    """Ends the compiler's worker processes, which wait for more to compile."""
+    module = sys.modules.get("torch._inductor.async_compile")
+    stop: Callable[[], None] | None = getattr(module, "shutdown_compile_workers", None)
+    if stop is not None:
+        stop()
+
+
+def _failed(reason: str) -> Parity:
+    return Parity("reordered", False, None, None, None, None, None, 0.0, "none", reason)

@@ -1,0 +1,48 @@
+"""The fixes there are, in the order in which they are tried: what frees the device first, what speeds it up after."""
+
+from __future__ import annotations
+
+from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
+from flopwise.fixes.catalog.channels_last import ChannelsLast
+from flopwise.fixes.catalog.compile_model import CompileModel
+from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
+from flopwise.fixes.catalog.loader_workers import LoaderWorkers
+from flopwise.fixes.interface import HEADINGS, Fix
+
+FIXES: tuple[type[Fix], ...] = (
+    LoaderWorkers,
+    FusedOptimizer,
+    ChannelsLast,
+    Bf16Autocast,
+    CompileModel,
+)
+
+_INTRODUCTION = """\
+# Fixes
+
+A fix is tried only on a measured cause, inside the running script: it is switched on and off in short random blocks,
+and kept only if steps got faster and the numbers held. This page is made from the docstrings of
+`flopwise.fixes.catalog`.
+
+Numerics classes: *identical* means equal to the bit. *Reordered* means the same mathematics with other rounding: the
+error against a float64 reference stays within what the script already had, or within what one rounding of the
+arithmetic in use makes of this very step. *Lossy* gives up more than rounding; no such fix is here yet.
+
+| code | fix | treats | numerics |
+|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """Returns docs/fixes.md."""
+    rows = "".join(
+        f"| {f.code} | [{f.name}](#{f.code.lower()}-{f.name}) | {', '.join(f.causes)} | {f.numerics} |\n"
+        for f in FIXES
+    )
+    return _INTRODUCTION + rows + "".join(_chapter(fix) for fix in FIXES)
+
+
+def _chapter(fix: type[Fix]) -> str:
+    sections = fix.sections()
+    body = "".join(f"\n**{title}.** {sections[title]}\n" for title in HEADINGS)
+    return f"\n## {fix.code} {fix.name}\n\n{sections['']}\n{body}"
