@@ -21,8 +21,13 @@ TORCHRUN_VALUES = {
 }
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the ways to start a job to a parser."""
+def add_options(parser: argparse.ArgumentParser, *, torchrun: bool = True) -> None:
+    """Adds the ways to start a job to a parser.
+
+    Args:
+        parser: of the command.
+        torchrun: whether torchrun's options are offered; if not, they are only understood, to be refused with a reason.
+    """
     forms = ("SCRIPT [ARGS]", "-m MODULE [ARGS]", "-- COMMAND [ARGS]")
     parser.usage = "\n       ".join(f"{parser.prog} [options] {form}" for form in forms)
     parser.add_argument(
@@ -35,10 +40,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="the script and its arguments; everything from the script on is the script's own. "
         "After -- any command, e.g. -- torchrun ... or -- bash train.sh",
     )
-    group = parser.add_argument_group("torchrun (starts the script with torch.distributed.run)")
+    group = parser
+    if torchrun:
+        group = parser.add_argument_group(  # type: ignore[assignment]
+            "torchrun (starts the script with torch.distributed.run)"
+        )
     for option, (value, said) in TORCHRUN_VALUES.items():
-        group.add_argument(option, metavar=value, default=None, help=said)
-    group.add_argument("--standalone", action="store_true", help="one machine, on a free port")
+        group.add_argument(
+            option, metavar=value, default=None, help=said if torchrun else argparse.SUPPRESS
+        )
+    group.add_argument(
+        "--standalone",
+        action="store_true",
+        help="one machine, on a free port" if torchrun else argparse.SUPPRESS,
+    )
 
 
 def job_of(arguments: argparse.Namespace) -> Job:

@@ -51,7 +51,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="steps timed in each (default: 40)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    add_options(parser)
+    add_options(parser, torchrun=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
