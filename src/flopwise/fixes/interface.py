@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -128,8 +128,11 @@ class Fix(ABC):
         """Returns whether the fix may be tried on this scene. Changes nothing."""
 
     @abstractmethod
-    def apply(self, scene: Scene) -> Applied:
-        """Installs the fix, switched off. Only after `check` found the scene eligible."""
+    def apply(self, scene: Scene, setting: Mapping[str, str] | None = None) -> Applied:
+        """Installs the fix, switched off. Only after `check` found the scene eligible.
+
+        `setting` is what an earlier trial chose (`Applied.setting`, from a plan); without it the fix chooses.
+        """
 
     @classmethod
     def sections(cls) -> dict[str, str]:

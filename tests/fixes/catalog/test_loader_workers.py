@@ -248,6 +248,16 @@ class TestNumberOfWorkers:
         applied.verify()
         assert applied.setting["num_workers"] == "2"
 
+    @pytest.mark.parametrize(("planned", "workers"), [("1", "1"), ("2", "2"), ("8", "2")])
+    def test_a_planned_number_is_taken_within_the_cores(self, planned: str, workers: str) -> None:
+        loader = DataLoader(Squares())
+        applied = LoaderWorkers().apply(scene(loader), {"num_workers": planned})
+        try:
+            applied.enable()
+            assert applied.setting["num_workers"] == workers
+        finally:
+            applied.undo()
+
     def test_two_loaders_share_the_cores(self, apply: Any) -> None:
         loaders = [DataLoader(Squares(8, 0.005), batch_size=4) for _ in range(2)]
         applied = apply(*loaders, data_frac=0.9)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -81,7 +81,7 @@ class Bf16Autocast(Fix):
         )
         return Declined(reason) if reason else Eligible()
 
-    def apply(self, scene: Scene) -> Applied:
+    def apply(self, scene: Scene, setting: Mapping[str, str] | None = None) -> Applied:
         """Returns the fix on every root module, switched off."""
         return _Applied([inner(root) for root in scene.roots], scene.device)
 

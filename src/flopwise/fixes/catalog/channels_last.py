@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ class ChannelsLast(Fix):
         reason = share_reason(scene.compute_frac, LEAST_COMPUTE_FRAC, "in forward and backward")
         return Declined(reason) if reason else Eligible()
 
-    def apply(self, scene: Scene) -> Applied:
+    def apply(self, scene: Scene, setting: Mapping[str, str] | None = None) -> Applied:
         """Returns the fix on every root with a Conv2d, switched off."""
         modules = [
             inner(root)

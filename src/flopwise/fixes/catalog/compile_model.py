@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,7 +83,7 @@ class CompileModel(Fix):
         )
         return Declined(reason) if reason else Eligible()
 
-    def apply(self, scene: Scene) -> Applied:
+    def apply(self, scene: Scene, setting: Mapping[str, str] | None = None) -> Applied:
         """Returns the fix on every root module, switched off; nothing is compiled before `verify` or the first call."""
         return _Applied([inner(root) for root in scene.roots])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class FusedOptimizer(Fix):
         reason = share_reason(scene.optimizer_frac, LEAST_OPTIMIZER_FRAC, "in the optimizer")
         return Declined(reason) if reason else Eligible()
 
-    def apply(self, scene: Scene) -> Applied:
+    def apply(self, scene: Scene, setting: Mapping[str, str] | None = None) -> Applied:
         """Returns the fix on every optimizer that can be fused, switched off."""
         return _Applied([o for o in scene.optimizers if _problem(o) is None])
 

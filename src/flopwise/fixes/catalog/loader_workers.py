@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info, sampler
@@ -89,15 +89,17 @@ class LoaderWorkers(Fix):
             return Declined("free memory would not hold one worker of this process's size")
         return Eligible()
 
-    def apply(self, scene: Scene) -> Applied:
+    def apply(self, scene: Scene, setting: Mapping[str, str] | None = None) -> Applied:
         """Returns the fix on every loader that can have workers, switched off."""
-        return _Applied([x for x in scene.loaders if loader_problem(x) is None], scene)
+        loaders = [x for x in scene.loaders if loader_problem(x) is None]
+        return _Applied(loaders, scene, int((setting or {}).get("num_workers", 0)))
 
 
 class _Applied(Applied):
-    def __init__(self, loaders: Sequence[DataLoader[Any]], scene: Scene) -> None:
+    def __init__(self, loaders: Sequence[DataLoader[Any]], scene: Scene, workers: int = 0) -> None:
         pin_memory = scene.device.type == "cuda"
         self._scene = scene
+        self._workers = workers  # 0: by what was measured
         self._feeds = [Feed(loader, pin_memory or loader.pin_memory) for loader in loaders]
         self.setting = {"pin_memory": str(pin_memory).lower(), "persistent_workers": "true"}
         self._patch = _NextData(self._feeds)
@@ -154,7 +156,9 @@ class _Applied(Applied):
             wall_s = sum(c.wall_s for c in feed.captured)
             waits = bool(wall_s) and sum(c.cpu_s for c in feed.captured) < WAITING_CPU_FRAC * wall_s
             cores = max(1, self._scene.cores // len(self._feeds))
-            workers = choose_workers(self._scene.data_frac or 0.0, waits, cores)
+            workers = min(self._workers, cores) or choose_workers(
+                self._scene.data_frac or 0.0, waits, cores
+            )
             workers = min(workers, most_workers_by_memory())
             reason = _shared_memory_problem(feed, workers)
             if reason or workers < 1:
