@@ -1,0 +1,51 @@
+"""The documents of the project: links lead somewhere, no page names one machine, marked examples run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "changes").glob("*.md")]
+)
+RUNNABLE = [page for page in PAGES if "<!-- run" in page.read_text("utf-8")]
+Tool = Callable[[str], ModuleType]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path, tool: Tool) -> None:
+    assert list(tool("check_docs").broken_links(page)) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_page_names_one_machine_or_is_unfinished(page: Path, tool: Tool) -> None:
+    assert list(tool("check_docs").forbidden_words(page)) == []
+
+
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
+def test_marked_examples_run(page: Path, tool: Tool) -> None:
+    assert list(tool("check_docs").run_examples(page)) == []
+
+
+def test_there_are_examples_to_run() -> None:
+    assert {"README.md", "getting-started.md"} <= {page.name for page in RUNNABLE}
+
+
+def test_every_page_is_reached_from_the_first_one() -> None:
+    docs = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", (docs / "index.md").read_text("utf-8")))
+    assert {page.name for page in docs.glob("*.md")} - {"index.md"} == linked
+
+
+def test_every_change_is_one_line_of_its_own_kind() -> None:
+    kinds = {"added", "changed", "fixed", "removed"}
+    for page in (ROOT / "changes").glob("*.md"):
+        if page.name == "README.md":
+            continue
+        assert page.stem.rsplit(".", 1)[-1] in kinds, page.name
+        assert len(page.read_text("utf-8").strip().splitlines()) == 1, page.name
