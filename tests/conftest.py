@@ -12,7 +12,14 @@ from types import ModuleType
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
-for _name in ("FLOPWISE_RUN", "FLOPWISE_DISABLE", "FLOPWISE_PLAN", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+for _name in (
+    "FLOPWISE_RUN",
+    "FLOPWISE_DISABLE",
+    "FLOPWISE_PLAN",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+):
     os.environ.pop(_name, None)
 
 
