@@ -4,9 +4,10 @@ python benchmarks/overhead.py --device cuda --out overhead.json
 python benchmarks/overhead.py --device cpu [--cases 5,20,100] [--seconds 60] [--detach-seconds 120]
 python benchmarks/overhead.py --device cpu --tiny
 
-Attached: a round is three blocks in random order, one with the meter attached and timing, two bare.
-The meter's ratio is the first over the mean of the other two; the two bare ones against each other
-are the control. How many rounds there are follows from the time given, before any ratio is known.
+Attached: a round is three short blocks in random order, one with the meter timing, two with its hooks
+installed but passing everything through. The meter's ratio is the first over the mean of the other
+two; the other two against each other are the control. What passing through costs is measured apart,
+in blocks of a second with the hooks in and out, on a step so small that it shows, and is added.
 
 On a CPU the same is said of the process's CPU time, which neighbours on the machine do not disturb.
 Detached: see overhead_detached.py.
@@ -30,12 +31,13 @@ import torch
 from overhead_detached import detached
 from small_steps import WASHOUT_STEPS, Block, Loop, Meter, calibrate, shape
 
-from flopwise.trials.interval import RatioInterval, independent_ratio
+from flopwise.trials.interval import RatioInterval, independent_ratio, mean_interval
 
 CASES_MS = {"cuda": "2,10,100", "cpu": "5,20,100"}
 LIMITS_FRAC = {("cuda", 2.0): 0.01, ("cuda", 10.0): 0.005, ("cuda", 100.0): 0.002}
 OTHER_LIMIT_FRAC = 0.01
-BLOCK_S = 0.3
+BLOCK_S = 0.06  # short blocks: a host-bound step drifts by several per cent within a second
+TRIM_FRAC = 0.05  # of the rounds at each end, by the log ratio, are left out: stalls of the machine
 
 
 def verdict(ci95: tuple[float, float], limit_frac: float) -> str:
@@ -53,21 +55,57 @@ def rounds_in(seconds: float, step_s: float, steps: int) -> int:
 def compare(means: dict[str, list[float]]) -> tuple[RatioInterval, RatioInterval]:
     """Returns the ratio of the metered blocks to the bare ones, and of the bare ones to each other."""
     both = [math.sqrt(a * b) for a, b in zip(means["bare"], means["again"], strict=True)]
-    effect = independent_ratio(both, means["meter"])
-    return effect, independent_ratio(means["bare"], means["again"])
+    return trimmed(both, means["meter"]), trimmed(means["bare"], means["again"])
 
 
-def attached(device: str, target_ms: float, depth: int, seconds: float) -> dict[str, Any]:
+def trimmed(old: list[float], new: list[float]) -> RatioInterval:
+    """Returns the ratio of pairs without the most extreme ones at either end, as many at both."""
+    pairs = sorted(zip(old, new, strict=True), key=lambda pair: pair[1] / pair[0])
+    cut = int(TRIM_FRAC * len(pairs))
+    kept = pairs[cut : len(pairs) - cut]
+    return independent_ratio([a for a, _ in kept], [b for _, b in kept])
+
+
+def passing_cost(device: str, seconds: float) -> dict[str, float]:
+    """Returns what hooks that pass everything through cost, seconds a step, from long blocks in turns."""
+    loop = Loop(device, 16, 4, 1)
+    loop.block(300)
+    meter = Meter(loop)
+    meter.suspend(0)
+    steps = max(50, round(0.5 / loop.block(100).step_s))
+    differences = []
+    coin = random.Random(1)
+    end = time.monotonic() + seconds
+    while len(differences) < 4 or time.monotonic() < end:
+        took = {}
+        for arm in coin.sample(["in", "out"], 2):
+            if arm == "out":
+                meter.remove()
+            loop.block(100)
+            took[arm] = loop.block(steps).step_s
+            if arm == "out":
+                meter.install()
+        differences.append(took["in"] - took["out"])
+    meter.close()
+    middle = mean_interval(sorted(differences)[1:-1])
+    low, high = middle.low or middle.mean, middle.high or middle.mean
+    return {"s": middle.mean, "low_s": low, "high_s": high, "blocks": len(differences)}
+
+
+def attached(
+    device: str, target_ms: float, depth: int, seconds: float, passing: dict[str, float]
+) -> dict[str, Any]:
     """Returns the ratio of the step time with the meter to that without, and the control's."""
     end = time.monotonic() + seconds
-    loop, meter = Loop(device, *shape(device, target_ms), depth), Meter()
+    loop = Loop(device, *shape(device, target_ms), depth)
     first_s = loop.block(20).step_s
+    meter = Meter(loop)
+    meter.suspend(0)
     loop.block(5, meter)
-    steps = max(10, round(BLOCK_S / first_s))
+    steps = max(3, round(BLOCK_S / first_s))
     rounds = rounds_in(end - time.monotonic(), first_s, steps)
     coin = random.Random(0)
     took: dict[str, list[Block]] = {"meter": [], "bare": [], "again": []}
-    own = []
     for done in range(rounds):
         if done >= 5 and time.monotonic() > end:  # slower than when it was planned
             break
@@ -75,10 +113,16 @@ def attached(device: str, target_ms: float, depth: int, seconds: float) -> dict[
         coin.shuffle(order)
         for arm in order:
             took[arm].append(loop.block(steps, meter if arm == "meter" else None))
-        own.append(meter.own_frac())
+    own_s = meter.own_s()
+    meter.close()
     step_s = {arm: [block.step_s for block in blocks] for arm, blocks in took.items()}
     cpu_s = {arm: [block.cpu_s for block in blocks] for arm, blocks in took.items()}
     ratio, control = compare(step_s)
+    step_s = {arm: [round(s, 9) for s in values] for arm, values in step_s.items()}
+    inert_s = statistics.fmean(step_s["bare"] + step_s["again"])
+    passed = passing["s"] / inert_s
+    half = math.hypot(ratio.high - ratio.ratio, (passing["high_s"] - passing["s"]) / inert_s)
+    total = (ratio.ratio + passed, ratio.ratio + passed - half, ratio.ratio + passed + half)
     limit_frac = LIMITS_FRAC.get((device, target_ms), OTHER_LIMIT_FRAC)
     return {
         "case_ms": target_ms,
@@ -89,8 +133,10 @@ def attached(device: str, target_ms: float, depth: int, seconds: float) -> dict[
         "attached": asdict(ratio),
         "control": asdict(control),
         "attached_cpu_time": asdict(compare(cpu_s)[0]) if device == "cpu" else None,
-        "own_frac": statistics.fmean(own),
-        "verdict": verdict((ratio.low, ratio.high), limit_frac),
+        "own_frac": own_s / statistics.fmean(step_s["meter"]),
+        "passing_frac": passed,
+        "total": {"ratio": total[0], "low": total[1], "high": total[2], "pairs": ratio.pairs},
+        "verdict": verdict((total[1], total[2]), limit_frac),
         "step_s": step_s,
         "cpu_s": cpu_s,
     }
@@ -106,7 +152,8 @@ def report(case: dict[str, Any]) -> None:
     """Prints one case."""
     print(
         f"{case['case_ms']:g} ms (measured {case['step_ms']:.2f} ms, {case['depth']} layers deep)\n"
-        f"  attached  {percent(case['attached'])}, limit {100 * case['limit_frac']:g} %:"
+        f"  timing    {percent(case['attached'])}, passing through {100 * case['passing_frac']:+.3f} %\n"
+        f"  together  {percent(case['total'])}, limit {100 * case['limit_frac']:g} %:"
         f" {case['verdict']}\n"
         f"  control   {percent(case['control'])}\n"
         f"  own       {100 * case['own_frac']:.3f} % by the meter's own clock"
@@ -143,9 +190,12 @@ def main() -> int:
     result: dict[str, Any] = {"torch": torch.__version__, "device": name, "cases": cases}
     result["threads"] = torch.get_num_threads()
     flags.out.parent.mkdir(parents=True, exist_ok=True)
+    passing = passing_cost(flags.device, 1.0 if flags.tiny else 20.0)
+    result["passing"] = passing
+    print(f"passing through installed hooks: {1e6 * passing['s']:.1f} us a step", flush=True)
     for target_ms, seconds in zip(flags.cases, flags.seconds, strict=False):
         depth = calibrate(flags.device, target_ms)
-        cases.append(attached(flags.device, target_ms, depth, seconds))
+        cases.append(attached(flags.device, target_ms, depth, seconds, passing))
         report(cases[-1])
         flags.out.write_text(json.dumps(result, indent=1))
     broken = [case for case in cases if case["verdict"] == "FAIL"]

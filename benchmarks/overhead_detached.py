@@ -117,7 +117,10 @@ def serve(device: str, target_ms: float, depth: int) -> None:
     print(loop.block(20).step_s, flush=True)
     for line in sys.stdin:
         kind, steps = line.split()
-        block = loop.block(int(steps), Meter() if kind == "metered" else None)
+        meter = Meter(loop) if kind == "metered" else None
+        block = loop.block(int(steps), meter)
+        if meter is not None:
+            meter.close()
         print(block.step_s, flush=True)
 
 

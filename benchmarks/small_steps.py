@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from flopwise.meter.rows import Row
+from flopwise.meter.session import Config, Session
 
 WARMUP_STEPS = 6  # the meter's warm-up: roots found, FLOPs counted
-WASHOUT_STEPS = 10  # dropped at the head of every block, with the meter or without
+WASHOUT_STEPS = 3  # dropped at the head of every block, with the meter or without
 MOST_WAITING_STEPS = 2000
 
 
@@ -70,7 +71,7 @@ class Loop:
             )
             for _ in range(4)
         ]
-        self.loader = DataLoader(Ready(batches), batch_size=None)
+        self.batches = iter(DataLoader(Ready(batches), batch_size=None))
 
     def run(self, batches: Iterator[Any], steps: int) -> None:
         """Makes `steps` training steps."""
@@ -90,65 +91,76 @@ class Loop:
         """Returns the mean step of one block, device and host included.
 
         Wash-out steps come first; the device is waited for at the block's two edges, nowhere else.
-        A meter is attached before the wash-out, times when the block begins, and is taken out
-        after it.
+        A meter is put in before the wash-out and taken out after the block.
         """
         if meter is not None:
-            meter.attach()
-        batches = iter(self.loader)
-        self.run(batches, WASHOUT_STEPS)
-        if meter is not None:
-            for _ in range(MOST_WAITING_STEPS):  # the meter makes itself ready before it times
-                if meter.timing():
-                    break
-                self.run(batches, 1)
-            meter.check_timing()
+            meter.resume()
+        self.run(self.batches, WASHOUT_STEPS)
         self.wait()
         began, began_cpu = time.perf_counter(), time.process_time()
-        self.run(batches, steps)
+        self.run(self.batches, steps)
         self.wait()
         ended, ended_cpu = time.perf_counter(), time.process_time()
         if meter is not None:
-            meter.detach()
+            meter.suspend(steps)
         return Block((ended - began) / steps, (ended_cpu - began_cpu) / steps)
 
 
 class Meter:
-    """flopwise's meter, put into this process as it is in a timed window."""
+    """flopwise's meter in its timed window, put into this process and taken out again, block by block.
 
-    def __init__(self) -> None:
-        self.session: Any = None
+    One measurement goes on over all blocks, so that close looks come as often as in a real run.
+    """
 
-    def attach(self) -> None:
-        """Installs every hook; a new session each time, as in a new run."""
-        from flopwise.meter.session import Config, Session
-
+    def __init__(self, loop: Loop) -> None:
         self.session = Session(Config(folder=None, steps=10**9, warmup=WARMUP_STEPS))
         self.session.attach()
+        for _ in range(MOST_WAITING_STEPS):  # the meter makes itself ready before it times
+            loop.run(loop.batches, 1)
+            if self.session.phase == "timed":
+                break
+        else:
+            raise RuntimeError(f"the meter does not time: {self.session.notes}")
+        loop.run(loop.batches, 2)
+        self._timed_steps = 0
+        self._rows = len(self.session.rows)
+        self.suspend(0)
 
-    def timing(self) -> bool:
-        """Returns whether the meter is in its timed window."""
-        return bool(self.session.live and self.session.phase == "timed")
+    def resume(self) -> None:
+        """Lets the hooks work."""
+        self.session.live = True
 
-    def check_timing(self) -> None:
-        """Raises RuntimeError unless the meter is in its timed window."""
-        self._first = len(self.session.rows)
-        if not self.timing():
-            raise RuntimeError(
-                f"the meter is not timing: phase {self.session.phase!r}, notes {self.session.notes}"
-            )
+    def suspend(self, steps: int) -> None:
+        """Makes the hooks pass everything straight through; the last `steps` steps were timed.
 
-    def detach(self) -> None:
-        """Ends the window and takes every hook out."""
+        They stay installed: patching classes again and again would make the interpreter forget what it has
+        learned about them, which a real run does once. What passing through costs is measured apart.
+        """
+        self.session.live = False
+        self._timed_steps += steps
+
+    def install(self) -> None:
+        """Puts the hooks back in, inert."""
+        self.session._install()
+        self.session.roots.watch_again()
+
+    def remove(self) -> None:
+        """Takes the hooks out."""
+        watched = list(self.session.roots._watched)
+        self.session.roots.release()
+        self.session.roots._watched = watched
+        self.session.patches.undo()
+
+    def close(self) -> None:
+        """Ends the measurement."""
         self.session.window.close()
         self.session.detach()
 
-    def own_frac(self) -> float:
-        """Returns the share of its last block's step time that the meter itself says it took."""
-        rows = self.session.rows[self._first :]
+    def own_s(self) -> float:
+        """Returns the mean time a step that the meter itself says it took."""
+        rows = self.session.rows[self._rows :]
         close = sum(row.own_ns for row in rows if isinstance(row, Row))
-        own = close + self.session.brief_own_ns(rows)
-        return own / (rows[-1].end_ns - rows[0].end_ns)
+        return (close + self.session.brief_own_ns(rows)) / len(rows) * 1e-9
 
 
 def shape(device: str, target_ms: float) -> tuple[int, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import platform
-import resource
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -154,7 +153,7 @@ def build(snapshot: Snapshot) -> RankRecord:
         device_total_bytes=torch.cuda.get_device_properties(index).total_memory
         if on_cuda
         else None,
-        host_rss_peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        host_rss_peak_bytes=_rss_peak_bytes(),
         attach_ns=session.attach_ns,
         losses=losses,
         patches=list(dict.fromkeys(session.patches.names)),
@@ -164,6 +163,10 @@ def build(snapshot: Snapshot) -> RankRecord:
         else f"the first {session.config.warmup} steps are dropped (--warmup)",
         warmup_by_hand=session.config.warmup is not None,
         brief_own_ns=session.brief_own_ns(snapshot.rows),
+        started_ns=time.time_ns() - time.perf_counter_ns() + snapshot.rows[0].end_ns
+        if snapshot.rows
+        else 0,
+        launch=_launch() if world > 1 else "",
         counted_from=_counted_from(session, rows),
         float32_matmul_precision=_matmul_precision(),
     )
@@ -302,7 +305,8 @@ def _drop_slow_lead(kinds: list[str], spans: Sequence[int]) -> None:
     timed = [i for i, kind in enumerate(kinds) if kind == "timed"]
     if len(timed) < 5:
         return
-    median = statistics.median(spans[i] for i in timed)
+    ordered = sorted(spans[i] for i in timed)
+    median = (ordered[(len(timed) - 1) // 2] + ordered[len(timed) // 2]) / 2
     for i in timed[: len(timed) // 2]:
         if spans[i] <= 1.5 * median:
             return
@@ -317,25 +321,53 @@ def identity() -> tuple[int, int, int]:
     return rank, world, int(os.environ.get("LOCAL_RANK") or rank)
 
 
+def _launch() -> str:
+    """Returns what tells one launch of several ranks from another, and one attempt of torchrun from the next."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    return " ".join(os.environ.get(name, "-") for name in names)
+
+
 def agree_on_last_step(session: Session) -> int | None:
     """Returns the step at which every rank ends the script, or None while that is not decided.
 
-    Rank 0 writes it into the run folder a few steps ahead; the others look there, so that all stop at the same one.
+    Each rank says in the run folder that it is done. Rank 0 decides once all of them are: on a step that lies ahead,
+    since the others only look there once a step. A rank that left earlier would have the rest wait for it for ever.
     """
     rank, world, _ = identity()
     if world == 1 or session.config.folder is None:
         return session.boundaries.total
-    path = Path(session.config.folder) / "stop"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    folder = Path(session.config.folder) / f"stop-{attempt}"
+    decision = folder / "step"
+    folder.mkdir(exist_ok=True)
     if rank == 0:
-        stop = session.boundaries.total + 5
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(str(stop), encoding="ascii")
-        temporary.replace(path)
-        return stop
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
+        if all((folder / f"rank-{other}").exists() for other in range(1, world)):
+            stop = session.boundaries.total + _steps_ahead(session)
+            _write_whole(decision, str(stop))
+            return stop
+    else:
+        mine = folder / f"rank-{rank}"
+        if not mine.exists():
+            _write_whole(mine, "")
+        with contextlib.suppress(OSError, ValueError):
+            return int(decision.read_text(encoding="ascii"))
+    return None
+
+
+def _steps_ahead(session: Session) -> int:
+    """Returns how many steps ahead the end lies: over a network a new file may stay unseen for a minute."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or identity()[1])
+    if local >= identity()[1] or len(session.rows) < 2:
+        return 5
+    rows = session.rows
+    step_s = (rows[-1].end_ns - rows[0].end_ns) * 1e-9 / (len(rows) - 1)
+    return max(5, math.ceil(60 / max(step_s, 1e-3)))
+
+
+def _write_whole(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="ascii")
+    temporary.replace(path)
 
 
 def _finite(losses: Sequence[torch.Tensor]) -> list[float]:
@@ -371,6 +403,21 @@ def _nccl_version() -> str | None:
     except Exception:
         return None
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+
+
+def _rss_peak_bytes() -> int:
+    """Returns the largest resident size that this process has had."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as stream:
+            for line in stream:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    import resource  # not at the top: a script may have a resource.py of its own
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def read_launch(folder: str) -> dict[str, Any]:

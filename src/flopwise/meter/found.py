@@ -70,11 +70,18 @@ def is_optimized_module(module: nn.Module) -> bool:
 
 
 def compiled_parts(module: nn.Module) -> int:
-    """Returns how many modules in the tree of `module` are compiled, by wrapper or in place."""
+    """Returns how many modules in the tree of `module` are compiled, by wrapper or in place.
+
+    A fix's layers sit in the same place as in-place compiled code; their owner says by `compiles` what they are.
+    """
     return sum(
-        is_optimized_module(m) or getattr(m, "_compiled_call_impl", None) is not None
+        is_optimized_module(m) or _is_compiled_call(getattr(m, "_compiled_call_impl", None))
         for m in module.modules()
     )
+
+
+def _is_compiled_call(call: Any) -> bool:
+    return call is not None and bool(getattr(getattr(call, "__self__", None), "compiles", True))
 
 
 def frames_compiled() -> int:

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -176,16 +176,25 @@ def quieten_wholly(module: nn.Module) -> None:
 
 
 def find_loss(tree: Any) -> torch.Tensor | None:
-    """Returns the scalar loss among a module's outputs: the output itself, its `loss`, or its first element."""
+    """Returns the scalar loss among a module's outputs: the output itself, its `loss`, or the only scalar of a tuple."""
     if isinstance(tree, Mapping):
         tree = tree.get("loss")
     elif not isinstance(tree, torch.Tensor) and getattr(tree, "loss", None) is not None:
         tree = tree.loss
-    elif isinstance(tree, (tuple, list)) and tree:
-        tree = tree[0]
-    if isinstance(tree, torch.Tensor) and tree.numel() == 1 and tree.requires_grad:
-        return tree.reshape(())
-    return None
+    elif isinstance(tree, (tuple, list)):
+        scalars = [item for item in tree if _is_scalar(item)]
+        tree = scalars[0] if len(scalars) == 1 else None
+    return tree.reshape(()) if _is_scalar(tree) else None
+
+
+def _is_scalar(thing: Any) -> TypeGuard[torch.Tensor]:
+    """Whether this is a scalar (or a vector of one element) that can be differentiated."""
+    return (
+        isinstance(thing, torch.Tensor)
+        and thing.dim() <= 1
+        and thing.numel() == 1
+        and thing.requires_grad
+    )
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:

@@ -157,13 +157,15 @@ class Roots:
         session = self._session
         if not session.live:
             return
+        if not torch.is_grad_enabled():
+            session.interval.flags |= EVALUATION
+            return
+        if session.brief:
+            return
+        if session.in_backward:  # a checkpoint's replay
+            return
         started = now()
         interval = session.interval
-        if not torch.is_grad_enabled():
-            interval.flags |= EVALUATION
-            return
-        if session._brief or session.in_backward:  # only counted; or a checkpoint's replay
-            return
         try:
             self._calls += 1
             interval.calls += 1
