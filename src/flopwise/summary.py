@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from flopwise._version import __version__
 from flopwise.errors import NothingMeasuredError
 from flopwise.flops import mfu as utilisations
-from flopwise.hardware.accelerators import Peak, lookup, peak_of, reference_peak
+from flopwise.hardware.accelerators import Match, Peak, lookup, peak_of, reference_peak
 from flopwise.hardware.ceilings import measured_peak
 from flopwise.hardware.host import cpu_model
 from flopwise.records import run as records
@@ -48,7 +49,7 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
     Raises:
         NothingMeasuredError: no rank has a single interval to measure.
     """
-    ranks = one_per_rank(ranks)
+    everything, ranks = ranks, one_per_rank(ranks)
     lead = _lead(ranks)
     timed = {r.rank: [row for row in r.rows if row.kind == "timed"] for r in ranks}
     ranks_timed = [r for r in ranks if timed[r.rank]]
@@ -59,7 +60,8 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
     throughput = _throughput(ranks_timed, sampled, step_s, lead.counted_from)
     own = statistics.fmean(_own_ns(r, timed[r.rank]) for r in ranks_timed)
     host = statistics.fmean(row.host_ns for r in ranks_timed for row in timed[r.rank])
-    notes = list(dict.fromkeys([*context.notes, *_notes(ranks, timed)]))
+    others = _other_trainings(everything, ranks)
+    notes = list(dict.fromkeys([*context.notes, *others, *_notes(ranks, timed)]))
     mfu = _mfu(ranks_timed, timed, step_s, context, notes)
     return RunRecord(
         schema=records.SCHEMA,
@@ -108,13 +110,50 @@ def _own_ns(rank: RankRecord, rows: Sequence[StepRow]) -> float:
 
 
 def one_per_rank(ranks: Sequence[RankRecord]) -> list[RankRecord]:
-    """Returns one record per rank, in order of rank: of several processes with one rank, the one with most steps."""
-    best: dict[int, RankRecord] = {}
-    for record in ranks:
-        other = best.get(record.rank)
-        if other is None or len(record.rows) > len(other.rows):
-            best[record.rank] = record
-    return [best[rank] for rank in sorted(best)]
+    """Returns the records of one training, in order of rank: of several in one job, the one that was timed longest."""
+    return max(_trainings(ranks), key=_weight)
+
+
+def _trainings(ranks: Sequence[RankRecord]) -> list[list[RankRecord]]:
+    """Returns the records by training, in order of their start.
+
+    A job may train several times, one after another or side by side. Records belong together that come from one
+    launch and hold each rank once.
+    """
+    found: list[dict[int, RankRecord]] = []
+    newest: dict[tuple[str, int], dict[int, RankRecord]] = {}
+    for record in sorted(ranks, key=lambda r: (r.started_ns, r.host, r.pid, r.rank, len(r.rows))):
+        key = (record.launch, record.world_size)
+        group = newest.get(key)
+        if group is None or record.rank in group:
+            group = newest[key] = {}
+            found.append(group)
+        group[record.rank] = record
+    return [[group[rank] for rank in sorted(group)] for group in found]
+
+
+def _weight(training: Sequence[RankRecord]) -> tuple[float, int]:
+    """Returns the mean time over ranks that was timed, and the number of intervals seen."""
+    timed = [sum(row.ns for row in r.rows if row.kind == "timed") for r in training]
+    return statistics.fmean(timed), sum(len(r.rows) for r in training)
+
+
+def _other_trainings(ranks: Sequence[RankRecord], chosen: Sequence[RankRecord]) -> list[str]:
+    """Returns what is to be said about the trainings that this record is not about."""
+    others = [t for t in _trainings(ranks) if t != list(chosen) and _weight(t)[0] > 0]
+    if not others:
+        return []
+
+    def named(training: Sequence[RankRecord]) -> str:
+        lead = training[0]
+        n = sum(row.kind == "timed" for row in lead.rows)
+        return f"process {lead.pid} ({os.path.basename(lead.argv[0] if lead.argv else '?')}, {n} steps timed)"
+
+    rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return [
+        f"{len(others) + 1} trainings ran in this job. These figures are of the one that was timed longest, "
+        f"{named(chosen)}, and not of {', '.join(map(named, others[:3]))}{rest}"
+    ]
 
 
 def _lead(ranks: Sequence[RankRecord]) -> RankRecord:
@@ -309,7 +348,7 @@ def _mfu(
     notes: list[str],
 ) -> records.Mfu:
     lead = ranks[0]
-    peak, dtype_peaks, why = _peak(lead, context, notes)
+    peak, dtype_peaks, why = _peak(ranks, context, notes)
     work = [_rank_work(r, timed[r.rank]) for r in ranks]
     counts = lead.flops
     reason = next((w.reason for w in work if w.reason), None)
@@ -414,26 +453,16 @@ def _times(count: FlopCount, micro_batches: float) -> float:
 
 
 def _peak(
-    lead: RankRecord, context: Context, notes: list[str]
+    ranks: Sequence[RankRecord], context: Context, notes: list[str]
 ) -> tuple[Peak | None, dict[str, float], str | None]:
     """Returns the reference peak of one device, the peaks by dtype, and why there is none."""
+    lead = ranks[0]
+    names = sorted({r.device_name or r.device_type for r in ranks})
+    if len(names) > 1 and context.peak is None:
+        return None, {}, f"the ranks ran on different devices ({', '.join(names)})"
     if lead.device_type != "cuda":
-        if context.peak is not None:
-            return context.peak, _own_dtype(context.peak), None
-        peak = measured_peak(context.ceilings) if context.ceilings is not None else None
-        if peak is None or context.ceilings is None:
-            why = f"no peak is known for this {lead.device_type}: it is measured after the run, or give --peak"
-            return None, {}, why
-        return peak, {g.dtype: g.burst_flops_per_s for g in context.ceilings.gemm}, None
-    telemetry = lead.telemetry
-    match = lookup(
-        lead.device_name or "",
-        memory_bytes=lead.device_total_bytes,
-        sm_count=telemetry.sm_count,
-        mig=telemetry.mig,
-        power_limit_w=telemetry.power_limit_w,
-        power_limit_default_w=telemetry.power_limit_default_w,
-    )
+        return _peak_without_table(lead, context)
+    match = device_match(lead)
     notes += [w for w in match.warnings if w not in notes]
     by_dtype = {}
     if match.row is not None:
@@ -445,6 +474,32 @@ def _peak(
         return context.peak, by_dtype or _own_dtype(context.peak), None
     peak = reference_peak(match)
     return peak, by_dtype, None if peak is not None else match.reason
+
+
+def _peak_without_table(
+    lead: RankRecord, context: Context
+) -> tuple[Peak | None, dict[str, float], str | None]:
+    if context.peak is not None:
+        return context.peak, _own_dtype(context.peak), None
+    if lead.device_type != "cpu":
+        return None, {}, f"no peak is known for {lead.device_type} devices: give --peak"
+    peak = measured_peak(context.ceilings) if context.ceilings is not None else None
+    if peak is None or context.ceilings is None:
+        return None, {}, "no peak is known for this cpu: it is measured after the run, or give --peak"
+    return peak, {g.dtype: g.burst_flops_per_s for g in context.ceilings.gemm}, None
+
+
+def device_match(rank: RankRecord) -> Match:
+    """Returns what the table of accelerators says about a rank's CUDA device."""
+    telemetry = rank.telemetry
+    return lookup(
+        rank.device_name or "",
+        memory_bytes=rank.device_total_bytes,
+        sm_count=telemetry.sm_count,
+        mig=telemetry.mig,
+        power_limit_w=telemetry.power_limit_w,
+        power_limit_default_w=telemetry.power_limit_default_w,
+    )
 
 
 def _own_dtype(peak: Peak) -> dict[str, float]:
@@ -571,6 +626,14 @@ def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list
         notes.append(
             f"only {len(timed[lead.rank])} steps were timed: the interval is wide, and warm-up may be in it"
         )
+    threads = {host: [r for r in ranks if r.host == host] for host in {r.host for r in ranks}}
+    for host, here in sorted(threads.items()):
+        wanted = sum(r.cpu_threads for r in here)
+        if lead.device_type == "cpu" and len(here) > 1 and wanted > here[0].cpu_cores:
+            notes.append(
+                f"{len(here)} ranks with {wanted} threads share {here[0].cpu_cores} cores of {host}: the peak is "
+                "what one rank reaches alone, so that MFU cannot come near 100 %"
+            )
     present = len(ranks)
     if present < lead.world_size:
         notes.append(f"{lead.world_size - present} of {lead.world_size} ranks left no record")

@@ -119,3 +119,5 @@ class RankRecord:
     counted_from: str | None
     float32_matmul_precision: str
     brief_own_ns: int = 0  # time inside our hooks over all steps that were only counted
+    started_ns: int = 0  # wall clock at the first step end, ns since 1970; 0: no step
+    launch: str = ""  # where its ranks meet (address, port, torchrun's id and restart), "" for one alone
