@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from flopwise.fixes.slot import AUTOCAST, COMPILED, INPUTS, Layers, Slot, inner, slot_problem
+from flopwise.meter.found import compiled_parts
 
 
 def times(factor: float) -> Any:
@@ -85,6 +86,22 @@ class TestLayers:
             assert module(X).item() == 1
         assert module(X).item() == 5
         assert slot.unit_roundoff() == 2.0**-8
+
+    def test_only_a_compiled_layer_counts_as_compiled(self) -> None:
+        module = nn.Sequential(one())
+        slot = Slot.of(module[0])
+        slot.put(AUTOCAST, times(5))
+        assert compiled_parts(module) == 0
+        slot.put(COMPILED, times(2))
+        assert compiled_parts(module) == 1
+        with slot.bypassed():
+            assert compiled_parts(module) == 0
+        slot.take(COMPILED)
+        slot.take(AUTOCAST)
+        module[0]._compiled_call_impl = times(7)(module[0]._call_impl)
+        assert compiled_parts(module) == 1
+        slot.put(AUTOCAST, times(5))
+        assert compiled_parts(module) == 1
 
     def test_hooks_still_run_inside(self) -> None:
         module = one()

@@ -66,7 +66,14 @@ class TestTrees:
 
     @pytest.mark.parametrize(
         "tree",
-        [ONE, (ONE, torch.ones(3)), {"loss": ONE}, Output(ONE), Output(ONE.reshape(1))],
+        [
+            ONE,
+            (ONE, torch.ones(3)),
+            (torch.ones(3), ONE, None),
+            {"loss": ONE},
+            Output(ONE),
+            Output(ONE.reshape(1)),
+        ],
     )
     def test_a_loss_is_found(self, tree: Any) -> None:
         assert float(find_loss(tree).detach()) == 1.0
@@ -81,6 +88,8 @@ class TestTrees:
             None,
             "x",
             (),
+            (ONE, ONE),
+            torch.ones(1, 1, requires_grad=True),
         ],
     )
     def test_and_not_invented(self, tree: Any) -> None:

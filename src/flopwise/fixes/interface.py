@@ -16,6 +16,7 @@ Numerics classes:
 from __future__ import annotations
 
 import inspect
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,12 @@ class Facts:
     ] = ()  # its own autograd Functions, without a declared autocast policy
 
 
+def cores_of_this_rank() -> int:
+    """Returns the cores that this process may use, its share where a launcher started several ranks on the host."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, usable_cores() // (int(ranks) if ranks.isdigit() and int(ranks) else 1))
+
+
 @dataclass(frozen=True)
 class Scene:
     """What was found and measured in a training process. A share is None where it was not measured."""
@@ -59,7 +66,7 @@ class Scene:
     compute_frac: float | None = None  # forward and backward
     optimizer_frac: float | None = None
     steps_left: int | None = None
-    cores: int = field(default_factory=usable_cores)  # for this rank
+    cores: int = field(default_factory=cores_of_this_rank)
     facts: Facts = field(default_factory=Facts)
 
 

@@ -84,6 +84,13 @@ class Slot:
         """Returns the coarsest unit roundoff that the layers bring, 0 without any."""
         return max(self._roundoffs.values(), default=0.0)
 
+    @property
+    def compiles(self) -> bool:
+        """Whether a call would run compiled code: the script's own, or that of a layer."""
+        if self._found is not _ABSENT and self._found is not None:
+            return True
+        return COMPILED in self._layers and self._stack is not None
+
     @contextmanager
     def bypassed(self) -> Iterator[None]:
         """Runs the module without any layer."""

@@ -18,11 +18,17 @@ _ABSENT = object()
 
 
 class Rng:
-    """The states of every random generator that a step may draw from: torch, Python, NumPy if it is loaded."""
+    """The states of every random generator that a step may draw from: torch, Python, NumPy if it is loaded.
+
+    `devices` are CUDA devices by index; None: the current one, if CUDA is in use.
+    """
 
     def __init__(self, devices: set[int] | None = None) -> None:
+        if devices is None:
+            in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            devices = {torch.cuda.current_device()} if in_use else set()
         self.torch = torch.get_rng_state()
-        self.cuda = {index: torch.cuda.get_rng_state(index) for index in devices or ()}
+        self.cuda = {index: torch.cuda.get_rng_state(index) for index in devices}
         self.python = random.getstate()
         self.numpy = _numpy_state()
 

@@ -309,6 +309,7 @@ class TestStacking:
             applied[name] = fixes[name].apply(scene(model))
             parity = applied[name].verify(Snapshot(model, (x(),)))
             assert parity.passed, parity.detail
+            assert "against float64" in parity.bound_source
             applied[name].enable()
         seen.clear()
         compiled = frames()

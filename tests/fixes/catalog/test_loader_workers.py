@@ -26,6 +26,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from flopwise.fixes.catalog import loader_workers
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers, choose_workers
 from flopwise.fixes.interface import Declined, Eligible, Scene
+from flopwise.meter import limits
 
 ORIGINAL = _SingleProcessDataLoaderIter._next_data
 
@@ -240,6 +241,17 @@ class TestNumberOfWorkers:
     def test_in_05_affinity_bounds_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
         assert Scene().cores == 1
+
+    @pytest.mark.parametrize(
+        ("ranks", "cores"), [("2", 4), ("3", 2), ("16", 1), ("x", 8), ("0", 8)]
+    )
+    def test_ranks_of_one_host_share_the_cores(
+        self, ranks: str, cores: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+        monkeypatch.setattr(limits, "_cpu_quota", lambda root: None)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert Scene().cores == cores
 
     def test_a_sleeping_loader_gets_a_worker_a_core(self, apply: Any) -> None:
         loader = DataLoader(Squares(8, 0.005), batch_size=4)

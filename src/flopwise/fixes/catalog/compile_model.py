@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -158,7 +159,8 @@ class _Applied(Applied):
         """Leaves the block when what is left of the time limit has passed, and gives the fix up then."""
         frames, breaks, spent_s = _frames(), _graph_breaks(), _compile_s()
         try:
-            with time_limit(self._deadline_s - self.compile_s):
+            with time_limit(self._deadline_s - self.compile_s), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the script did not ask for a compiler's advice
                 yield
         except Overdue as overdue:
             self._reason = f"compilation {overdue}, continuing eager"
