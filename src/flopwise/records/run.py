@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flopwise.records.finding import Finding
+
 SCHEMA = "flopwise.run/1"
 
 
@@ -75,7 +77,7 @@ class StepTime:
 
     mean: float
     median: float
-    ci95: tuple[float, float] | None  # 95 % interval of the mean (docs/trials.md); None: one step only
+    ci95: tuple[float, float] | None  # 95 % interval of the mean; None: one step only
     p10: float
     p90: float
     source: str  # "cuda events" | "host clock"
@@ -134,7 +136,7 @@ class Phases:
     optimizer_s: float
     other_s: float  # the rest: loss, logging, copies, Python; includes forward where that is None
     data_frac: float
-    device_idle_at_data_frac: float | None  # share of waits at whose end the device had run dry; None on CPU
+    device_idle_at_data_frac: float | None  # waits at whose end the device was dry; None on CPU
     verdict: str | None  # e.g. "input-bound: 61 % of the step waits for data"
 
 
@@ -236,4 +238,5 @@ class RunRecord:
     patches: list[str]  # what was hooked in the user's process, all undone
     notes: list[str]  # everything a reader must know to trust the numbers
     plan: str | None = None  # the plan that was applied
-    losses: list[float] = field(default_factory=list)  # first losses seen at backward, unscaled by nothing
+    losses: list[float] = field(default_factory=list)  # first losses at backward, as they were
+    findings: list[Finding] = field(default_factory=list)  # most urgent first

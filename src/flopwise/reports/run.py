@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from flopwise.records.run import Env, RunRecord, Steps
-from flopwise.reports import figures, run_mfu, run_tables
+from flopwise.reports import figures, run_findings, run_mfu, run_tables
 from flopwise.reports.figures import percent
 from flopwise.reports.screen import WARN, Piece, Screen
 
@@ -19,6 +19,8 @@ def draw(screen: Screen, record: RunRecord, next_command: str | None, saved: Seq
     _head(screen, record)
     screen.blank()
     _results(screen, record)
+    screen.blank()
+    run_findings.findings(screen, record)
     screen.blank()
     _basis(screen, record)
     screen.blank()

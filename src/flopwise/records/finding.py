@@ -1,0 +1,21 @@
+"""A finding: one thing that costs a job time, or that its figures must be read with, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause that was found in a run. A share or a gain that was not measured is None, never 0."""
+
+    code: str  # e.g. "D101"; the list is in docs/findings.md
+    cause: str  # the bad pattern, e.g. "input-wait"
+    share_frac: (
+        float | None
+    )  # share of the time of a step that it takes (`evidence` says so where of the run)
+    where: list[str]  # "file:line", or the variable that was set; empty: not known
+    evidence: str  # what was seen, with its numbers
+    advice: str  # what to do
+    predicted_gain_frac: float | None  # 1 - t_new / t_old, at most, if only this were cured
+    certainty: str  # "measured" | "counted in one step" | "seen"

@@ -1,0 +1,40 @@
+"""The findings of a run report: what was found, where, what it costs, what to do."""
+
+from __future__ import annotations
+
+from flopwise.records.finding import Finding
+from flopwise.records.run import RunRecord
+from flopwise.reports import figures
+from flopwise.reports.figures import percent
+from flopwise.reports.screen import WARN, Piece, Screen
+
+SHOWN = 8  # findings; more are in the JSON
+PLACES = 3  # places of one finding
+
+
+def findings(screen: Screen, record: RunRecord) -> None:
+    """Draws the findings in the order of the record; nothing if there are none."""
+    if not record.findings:
+        return
+    screen.line(("findings, most urgent first", "bold"))
+    for number, finding in enumerate(record.findings[:SHOWN], start=1):
+        screen.flow(str(number), _head(finding))
+        screen.flow("", [finding.evidence] if finding.evidence else [])
+        screen.flow("", [(f"do: {finding.advice}", "bold")] if finding.advice else [])
+    rest = len(record.findings) - SHOWN
+    if rest > 0:
+        screen.line((f"{figures.counted(rest, 'more finding')} in the JSON", "dim"))
+
+
+def _head(finding: Finding) -> list[Piece]:
+    items: list[Piece] = [(f"{finding.code} {finding.cause}", WARN)]
+    if finding.share_frac is None:
+        items.append("cost not measured")
+    else:
+        items.append(f"{percent(finding.share_frac)} of the time")
+    if finding.predicted_gain_frac is not None:
+        items.append(f"at most {percent(finding.predicted_gain_frac)} less time without it")
+    items.append(finding.certainty)
+    if finding.where:
+        items.append(figures.few(finding.where, PLACES))
+    return items
