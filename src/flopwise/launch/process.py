@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
 #: How often the watcher is called while the job runs, seconds.
 POLL_S = 0.25
+#: A job that is to end gets this long for it, seconds; then it is killed.
+GRACE_S = 10.0
+#: Sent to us they are meant for the job. Those of the keyboard reach it by themselves, see `_from_terminal`.
+PASSED_ON = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGQUIT")
+KEYBOARD = ("SIGINT", "SIGQUIT")
+#: Of the owned jobs we are the master: these end them and then us.
+ENDING = ("SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT")
 
 
 def run(
@@ -22,7 +32,10 @@ def run(
     output: Any = None,
     cwd: str | None = None,
 ) -> int:
-    """Runs the job to its end and returns its exit code; 128 + n if signal n ended it, as a shell would say.
+    """Runs the job to its end and returns its exit code, -n if signal n ended it.
+
+    Without a time limit the job is the user's: it keeps the terminal, its open files and its signals. With one it is
+    ours: it gets a session of its own, and the limit, or an interrupt of ours, ends it with all that it has started.
 
     Args:
         argv: the command.
@@ -31,66 +44,130 @@ def run(
         timeout_s: after this long the job is terminated, and killed 10 s later.
         output: where its stdout and stderr go; None: where ours go.
         cwd: its working folder; None: ours.
+
+    Raises:
+        OSError: it cannot be started.
     """
-    if timeout_s is None and watch is None:
-        timeout_s = float("inf")
-    with (
-        subprocess.Popen(argv, env=env, stdout=output, stderr=output, cwd=cwd) as child,
-        _passing_on(child),
-    ):
-        left_s = float("inf") if timeout_s is None else timeout_s
+    owned = timeout_s is not None
+    deadline = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+    with _passing_on(owned) as relay:
+        child = subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL if owned else None,
+            stdout=output,
+            stderr=output,
+            cwd=cwd,
+            close_fds=owned,
+            start_new_session=owned,
+        )
+        relay.to(child)
         while True:
             try:
                 child.wait(timeout=POLL_S)
                 break
             except subprocess.TimeoutExpired:
-                left_s -= POLL_S
+                pass
             if watch is not None:
                 watch()
-            if left_s <= 0:
+            if time.monotonic() > deadline or relay.ended_by is not None:
                 _end(child)
                 break
-    code = child.returncode
+    if relay.ended_by is not None:
+        os.kill(os.getpid(), relay.ended_by)
+    return child.returncode
+
+
+def shell_code(code: int) -> int:
+    """Returns an exit code as a shell shows it: 128 + n where signal n ended the job."""
     return 128 - code if code < 0 else code
 
 
+def end_like(code: int) -> int:
+    """Ends this process by the signal that ended the job, as a caller would have seen it without us.
+
+    Returns the exit code where there was no such signal, or where it would leave a core dump of ours.
+    """
+    quiet = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL, signal.SIGPIPE}
+    if -code in quiet:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    return shell_code(code)
+
+
 def _end(child: subprocess.Popen[Any]) -> None:
-    child.terminate()
+    """Ends an owned job and whatever it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        try:
+            child.wait(timeout=GRACE_S)
+            break
+        except subprocess.TimeoutExpired:
+            continue
+
+
+class _Relay:
+    """Passes signals on to the job, once it is there."""
+
+    def __init__(self, owned: bool) -> None:
+        self.ended_by: int | None = None  # the signal that is to end an owned job, and us after it
+        self._owned = owned
+        self._child: subprocess.Popen[Any] | None = None
+        self._early: list[int] = []
+
+    def to(self, child: subprocess.Popen[Any]) -> None:
+        """Says where signals go, those too that have come by now."""
+        self._child = child
+        while self._early:
+            self._send(self._early.pop(0))
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if self._owned:
+            if name in ENDING:
+                self.ended_by = number
+        elif name not in KEYBOARD or not _from_terminal():
+            self._send(number)
+
+    def _send(self, number: int) -> None:
+        if self._child is None:
+            self._early.append(number)
+        elif self._child.poll() is None:
+            self._child.send_signal(number)
+
+
+def _from_terminal() -> bool:
+    """Whether a keyboard's signal has reached the job, too: a terminal sends it to the whole group in its foreground."""
     try:
-        child.wait(timeout=10)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
 
 
 @contextmanager
-def _passing_on(child: subprocess.Popen[Any]) -> Iterator[None]:
-    """Passes SIGTERM and SIGHUP on to the job; SIGINT comes to it from the terminal, and we wait for what it does."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        if child.poll() is None:
-            child.send_signal(number)
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        # From a terminal the whole foreground group gets SIGINT; sent to us alone, it is meant for the job.
-        import os
-
-        try:
-            foreground = os.tcgetpgrp(0) == os.getpgrp()
-        except OSError:
-            foreground = False
-        if not foreground and child.poll() is None:
-            child.send_signal(number)
-
-    handlers = {signal.SIGTERM: forward, signal.SIGHUP: forward, signal.SIGINT: interrupted}
-    previous: dict[signal.Signals, Any] = {}
+def _passing_on(owned: bool) -> Iterator[_Relay]:
+    """Puts a relay in the place of our own handlers. A signal that we were told to ignore stays ignored."""
+    relay = _Relay(owned)
+    previous: dict[int, Any] = {}
+    for name in PASSED_ON:
+        number = getattr(signal, name, None)
+        if number is None or signal.getsignal(number) is signal.SIG_IGN:
+            continue
+        with suppress(ValueError):  # not in the main thread: signals are then the caller's affair
+            previous[number] = signal.signal(number, relay)
     try:
-        for number, handler in handlers.items():
-            previous[number] = signal.signal(number, handler)
-    except ValueError:  # not in the main thread: signals are then the caller's affair
-        pass
-    try:
-        yield
+        yield relay
     finally:
         for number, old in previous.items():
-            signal.signal(number, old)
+            signal.signal(number, old if old is not None else signal.SIG_DFL)

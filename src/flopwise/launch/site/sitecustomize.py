@@ -2,28 +2,27 @@
 
 It hands over to the sitecustomize that it hides, takes its own folder off sys.path again, and waits for torch to be
 imported; only then is any other part of flopwise loaded. Without FLOPWISE_RUN in the environment it does nothing.
+Most processes never import torch: so nothing is imported here that Python has not loaded by itself.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def _hand_over(here: str) -> None:
     """Runs the sitecustomize that ours hides, as Python itself would have, and puts it in our place."""
-    from importlib.machinery import PathFinder
+    sys.path[:] = [p for p in sys.path if not p or os.path.abspath(p) != here]
+    spec = _find("sitecustomize", None, None, None)
+    if spec is None or spec.loader is None:
+        return  # sys.modules keeps ours, which the import system still asks for
     from importlib.util import module_from_spec
 
-    sys.path[:] = [p for p in sys.path if not _same(p, here)]
-    ours = sys.modules.pop("sitecustomize", None)
-    spec = PathFinder.find_spec("sitecustomize", sys.path)
-    if spec is None or spec.loader is None:
-        if ours is not None:
-            sys.modules["sitecustomize"] = ours
-        return
     module = module_from_spec(spec)
     sys.modules["sitecustomize"] = module
     try:
@@ -33,12 +32,23 @@ def _hand_over(here: str) -> None:
         raise
 
 
-def _same(path: str, here: str) -> bool:
-    return bool(path) and os.path.abspath(path) == here
+def _find(name: str, path: Any, target: Any, but: Any) -> Any:
+    """Returns the spec that the finders on sys.meta_path give for a module, `but` one of them not asked."""
+    for finder in list(sys.meta_path):
+        find_spec = getattr(finder, "find_spec", None)
+        if finder is but or find_spec is None:
+            continue
+        spec = find_spec(name, path, target)
+        if spec is not None:
+            return spec
+    return None
 
 
 class _AfterTorch:
-    """A finder that finds nothing itself: it only learns when torch has been imported."""
+    """A finder that finds nothing itself: it has others find torch, and learns when torch has been imported.
+
+    It stays until then: a script may ask for torch's spec many times before it imports torch, or never import it.
+    """
 
     def __init__(self, package: str) -> None:
         self._package = package
@@ -46,23 +56,24 @@ class _AfterTorch:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "torch":
             return None
-        from importlib.util import find_spec
-
-        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
-        spec = find_spec("torch")
-        if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
+        spec = _find(name, path, target, self)
+        loader: Any = getattr(spec, "loader", None)
+        run = getattr(loader, "exec_module", None)
+        if run is None:
             return spec
-        loader: Any = spec.loader
-        run, package = loader.exec_module, self._package
 
         def exec_module(module: Any) -> None:
-            with contextlib.suppress(AttributeError):
+            if vars(loader).get("exec_module") is exec_module:
                 del loader.exec_module
             run(module)
-            _attach(package)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                _attach(self._package)
 
-        with contextlib.suppress(Exception):
+        try:
             loader.exec_module = exec_module
+        except Exception:
+            _complain("its import cannot be watched here")
         return spec
 
 
@@ -84,17 +95,39 @@ def _attach(package: str) -> None:
 
         bootstrap.attach()
     except Exception as error:
-        with contextlib.suppress(Exception):
-            sys.stderr.write(
-                f"flopwise: could not attach ({type(error).__name__}: {error}); the script runs unmeasured\n"
-            )
+        _complain(f"{type(error).__name__}: {error}")
+
+
+def _complain(why: str) -> None:
+    try:  # noqa: SIM105 - contextlib is not loaded yet
+        sys.stderr.write(
+            f"flopwise: could not attach to torch ({why}); the script runs unmeasured\n"
+        )
+    except Exception:
+        pass
 
 
 def _main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
-    if os.environ.get("FLOPWISE_RUN") and os.environ.get("FLOPWISE_DISABLE", "") in ("", "0"):
-        sys.meta_path.insert(0, _AfterTorch(os.path.dirname(os.path.dirname(here))))
-    _hand_over(here)
+    package = os.path.dirname(os.path.dirname(here))
+    if not os.environ.get("FLOPWISE_RUN") or os.environ.get("FLOPWISE_DISABLE", "") not in (
+        "",
+        "0",
+    ):
+        _hand_over(here)
+    elif "torch" in sys.modules:  # a .pth file has imported it
+        _attach(package)
+        _hand_over(here)
+    else:
+        ours = _AfterTorch(package)
+        sys.meta_path.insert(0, ours)
+        try:
+            _hand_over(here)
+        finally:
+            # A hook of the user's may have come before ours: put ours first again, to see what theirs finds.
+            if ours in sys.meta_path:
+                sys.meta_path.remove(ours)
+                sys.meta_path.insert(0, ours)
 
 
 _main()
