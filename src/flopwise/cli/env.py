@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
 import platform
+import re
 import subprocess
 import sys
 
@@ -44,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 _QUESTION = """
+import sys
+sys.path[:] = [p for p in sys.path if p]  # a torch.py in the working folder is not meant
 import torch
 print("cuda build", torch.version.cuda or "none (CPU build)")
 print("threads   ", torch.get_num_threads())
@@ -62,12 +66,21 @@ def _devices() -> str:
             [sys.executable, "-c", _QUESTION],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=120,
             check=False,
+            env={**os.environ, "FLOPWISE_DISABLE": "1"},
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"torch      could not be asked: {error}"
+    except subprocess.TimeoutExpired:
+        return "torch      gave no answer within 120 s"
+    except OSError as error:
+        return f"torch      could not be asked ({error.strerror or type(error).__name__})"
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        return f"torch      does not start: {last[0]}"
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        return f"torch      does not start: {_without_folders(last[0])}"
     return done.stdout.rstrip()
+
+
+def _without_folders(text: str) -> str:
+    """Returns text with only the last part of each path left: a bug report names no home."""
+    return re.sub(r"(?:[A-Za-z]:)?[/\\][^\s'\"]*[/\\]", "", text)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from flopwise.errors import UsageError
 from flopwise.launch.command import Job, job
@@ -19,6 +21,14 @@ TORCHRUN_VALUES = {
     "--master-port": ("PORT", "port on the first machine"),
     "--max-restarts": ("N", "how often torchrun may restart failed workers"),
 }
+
+
+class Words(NamedTuple):
+    """A command line taken apart: the options that are ours, and the words of the job."""
+
+    ours: list[str]
+    job: list[str]
+    kind: str  # "script" | "module" | "command", "" where there is no job
 
 
 def add_options(parser: argparse.ArgumentParser, *, torchrun: bool = True) -> None:
@@ -56,16 +66,42 @@ def add_options(parser: argparse.ArgumentParser, *, torchrun: bool = True) -> No
     )
 
 
+def split(words: Sequence[str], parser: argparse.ArgumentParser) -> Words:
+    """Returns the words after a command's name, taken apart where the job begins.
+
+    Done before argparse sees them: Python's versions do not agree on `--`, and the script's options are not ours.
+    """
+    with_value = {
+        name for action in parser._actions if action.nargs is None for name in action.option_strings
+    }
+    ours: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest[0]
+        if word in ("-m", "--"):
+            return Words(ours, rest[1:], "module" if word == "-m" else "command")
+        if not word.startswith("-") or word == "-":
+            return Words(ours, rest, "script")
+        name, equals, value = word.partition("=")
+        dashed = name.replace("_", "-")  # torchrun takes both
+        if dashed in TORCHRUN_VALUES:
+            word = dashed + equals + value
+        taken = 2 if word in with_value else 1
+        ours += [word, *rest[1:taken]]
+        del rest[:taken]
+    return Words(ours, [], "")
+
+
 def job_of(arguments: argparse.Namespace) -> Job:
     """Returns the job that was asked for.
 
     Raises:
         UsageError: nothing to run, or it cannot be found.
     """
-    words = list(arguments.words)
-    raw = bool(words) and words[0] == "--"
-    if raw:
-        words = words[1:]
+    words: Words = arguments.split
+    if words.kind and not words.job:
+        wanted = "a command" if words.kind == "command" else "the name of a module"
+        raise UsageError(f"nothing to run: {wanted} is missing at the end. Nothing was started")
     torchrun = [
         f"{option}={value}"
         for option in TORCHRUN_VALUES
@@ -73,9 +109,9 @@ def job_of(arguments: argparse.Namespace) -> Job:
     ]
     if arguments.standalone:
         torchrun.append("--standalone")
-    if raw and arguments.module:
-        raise UsageError("-m and -- COMMAND exclude each other")
-    return job(words, module=arguments.module, raw=raw, torchrun=torchrun)
+    return job(
+        words.job, module=words.kind == "module", raw=words.kind == "command", torchrun=torchrun
+    )
 
 
 def positive(text: str) -> int:

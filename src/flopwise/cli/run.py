@@ -49,11 +49,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the command; returns the script's own exit code."""
+    """Runs the command; returns the script's own exit code, or ends by the signal that ended the script."""
     from flopwise import api
+    from flopwise.launch.process import end_like
 
-    return api.run_command(
+    code = api.run_command(
         job_of(arguments),
+        command=arguments.typed,
         steps=arguments.steps,
         warmup=arguments.warmup,
         stop_after=arguments.stop_after,
@@ -65,3 +67,4 @@ def run(arguments: argparse.Namespace) -> int:
         force_plan=arguments.force_plan,
         quiet=arguments.quiet,
     )
+    return end_like(code)
