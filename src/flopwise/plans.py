@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
+import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,16 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+#: Fixes that can be tried and planned, in the order in which they are tried: the input first, since another
+#: bottleneck hides the rest; compilation last, since it is the slowest to try. (code, name)
+FIXES = (
+    ("FW101", "loader-workers"),
+    ("FW102", "fused-optimizer"),
+    ("FW103", "channels-last"),
+    ("FW104", "bf16-autocast"),
+    ("FW105", "compile-model"),
+)
 
 
 def load(path: Path) -> Plan:
@@ -61,15 +73,18 @@ def check(plan: Plan, job: Job, *, force: bool) -> list[str]:
     """Returns how the plan differs from what it was made for; differences are allowed only with `force`.
 
     Raises:
-        PlanError: the script, torch or the device is another one, or a fix is unknown.
+        PlanError: the script, torch or the device is another one, and `force` was not given.
     """
     differences = []
     sha = sha256_of(job)
-    if plan.script_sha256 and sha and sha != plan.script_sha256:
-        differences.append(
-            f"{job.script} has changed since (or is another script than {plan.script})"
-        )
-    torch = torch_version()
+    if plan.script_sha256 and sha:
+        if sha != plan.script_sha256:
+            differences.append(
+                f"{job.script} has changed since (or is another script than {plan.script})"
+            )
+    elif plan.script != job.script:
+        differences.append(f"it was made for {plan.script}, not for {job.script}")
+    torch = torch_version() if job.argv[:1] == [sys.executable] else None
     if torch is not None and plan.torch != torch:
         differences.append(f"torch is {torch}, it was {plan.torch}")
     device = device_name()
@@ -82,16 +97,25 @@ def check(plan: Plan, job: Job, *, force: bool) -> list[str]:
     return differences
 
 
-def to_apply(plan: Plan) -> list[str]:
-    """Returns the codes of the plan's fixes.
+def to_apply(plan: Plan) -> list[dict[str, Any]]:
+    """Returns the plan's fixes, each as its code and its setting.
 
     Raises:
-        PlanError: no fixes in it, or one that has no code.
+        PlanError: no fixes in it, one twice, or one that this flopwise does not know.
     """
     codes = [fix.code for fix in plan.fixes]
     if not codes:
         raise PlanError("the plan holds no fix: there is nothing to apply. Run without --plan")
-    return codes
+    known = dict(FIXES)
+    for code in codes:
+        if code not in known:
+            raise PlanError(
+                f"the plan's fix {code[:40]!r} is unknown to this flopwise; known are {', '.join(known)}. "
+                "Nothing was started"
+            )
+        if codes.count(code) > 1:
+            raise PlanError(f"the plan holds {code} twice. Edited by hand? Nothing was started")
+    return [{"code": fix.code, "setting": dict(fix.setting)} for fix in plan.fixes]
 
 
 def sha256_of(job: Job) -> str:
@@ -105,10 +129,19 @@ def sha256_of(job: Job) -> str:
 
 
 def torch_version() -> str | None:
-    """Returns the version of torch that is installed beside flopwise, without importing it."""
+    """Returns `torch.__version__` of the torch that is installed beside flopwise, without importing it.
+
+    Not the version of the package: that of a CUDA build lacks the "+cu130".
+    """
     try:
+        spec = importlib.util.find_spec("torch")
+        path = Path(spec.origin or "").with_name("version.py") if spec is not None else None
+        if path is not None:
+            found = re.search(r"^__version__ *= *'([^']+)'", path.read_text("utf-8"), re.MULTILINE)
+            if found:
+                return found.group(1)
         return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
+    except (ImportError, OSError, ValueError):  # PackageNotFoundError is an ImportError
         return None
 
 

@@ -14,25 +14,16 @@ from typing import Any
 
 from flopwise import plans
 from flopwise._version import __version__
-from flopwise.api import Measurement
+from flopwise.api import Measurement, write_json
 from flopwise.errors import FlopwiseError, NothingMeasuredError
 from flopwise.launch import folder as folders
 from flopwise.launch.command import Job
+from flopwise.plans import FIXES
 from flopwise.records import plan as plan_records
 from flopwise.records import store, verdict
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import Comparison, Proof, Trial, TuneRecord
 from flopwise.trials.compare import compare_runs
-
-#: Fixes that are tried, in the order in which they are tried: the input first, since another bottleneck hides the
-#: rest; compilation last, since it is the slowest to try. (code, name)
-FIXES = (
-    ("FW101", "loader-workers"),
-    ("FW102", "fused-optimizer"),
-    ("FW103", "channels-last"),
-    ("FW104", "bf16-autocast"),
-    ("FW105", "compile-model"),
-)
 
 
 @dataclass
@@ -47,6 +38,7 @@ class Tuning:
     processes: int
     proof_steps: int
     quiet: bool = False
+    command: list[str] | None = None  # as typed
     notes: list[str] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
 
@@ -66,7 +58,7 @@ class Tuning:
         final: RunRecord | None = None
         plan_path: Path | None = None
         if kept:
-            proof, final = self._prove([t.fix for t in kept])
+            proof, final = self._prove(_to_apply(kept))
             if proof is not None and proof.comparison.outcome == "faster":
                 plan_path = self._write_plan(kept, proof, device_torch or baseline.env.torch)
             elif proof is not None:
@@ -77,7 +69,7 @@ class Tuning:
             schema=verdict.SCHEMA,
             flopwise=__version__,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            command=["flopwise", "tune", *self.job.argv[1:]],
+            command=self.command or ["flopwise", "tune", *self.job.typed],
             script=self.job.script,
             baseline_step_s=proof.comparison.old_s if proof else baseline.step_s.mean,
             baseline_mfu=baseline.mfu.value,
@@ -111,10 +103,10 @@ class Tuning:
         folder = folders.create(
             str(self.folder / name),
             self.job.script,
-            {"command": ["flopwise", "run", *self.job.argv[1:]], **options},
+            {"command": ["flopwise", "run", *self.job.typed], **options},
         )
         measurement = Measurement(
-            self.job, folder, {"command": ["flopwise", "run", *self.job.argv[1:]]}, quiet=True
+            self.job, folder, {"command": ["flopwise", "run", *self.job.typed]}, quiet=True
         )
         with open(folder / "output.txt", "wb") as output:
             measurement.run(timeout_s=self._left_s() + 120, output=output, env=_quiet_environment())
@@ -129,7 +121,7 @@ class Tuning:
             open_codes = [c for c in self.codes if c not in {t.fix for t in done}]
             if not open_codes or self._left_s() <= 0:
                 break
-            kept = [t.fix for t in done if t.verdict == "kept"]
+            kept = _to_apply([t for t in done if t.verdict == "kept"])
             options: dict[str, Any] = {
                 "apply": kept,
                 "trial": {
@@ -180,7 +172,7 @@ class Tuning:
                 self.notes.append(failed[0].read_text(encoding="utf-8").strip()[:300])
             return None
 
-    def _prove(self, codes: list[str]) -> tuple[Proof | None, RunRecord | None]:
+    def _prove(self, fixes: list[dict[str, Any]]) -> tuple[Proof | None, RunRecord | None]:
         """Runs the bare script and the plan in fresh processes, in random order within each pair."""
         coin = random.Random(0)
         means: dict[str, list[float]] = {"old": [], "new": []}
@@ -193,7 +185,7 @@ class Tuning:
             for arm in arms:
                 options: dict[str, Any] = {"stop_after": True, "steps": self.proof_steps}
                 if arm == "new":
-                    options["apply"] = codes
+                    options["apply"] = fixes
                 doing = f"proof {n} of {self.processes}: {'with the fixes' if arm == 'new' else 'as it is'}"
                 try:
                     run = self._measure(f"proof-{n}-{arm}", options, doing)
@@ -246,6 +238,11 @@ class Tuning:
             )
 
 
+def _to_apply(kept: list[Trial]) -> list[dict[str, Any]]:
+    """Returns trials that were kept as launch.json wants them: code and setting."""
+    return [{"code": trial.fix, "setting": dict(trial.setting)} for trial in kept]
+
+
 def _quiet_environment() -> dict[str, str]:
     """Returns an environment in which experiment trackers stay offline: a trial is not an experiment."""
     env = dict(os.environ)
@@ -260,6 +257,7 @@ def _half_width(comparison: Comparison | None) -> float | None:
 def tune_command(
     job: Job,
     *,
+    command: list[str] | None = None,
     out: str | None,
     json_path: str | None,
     codes: tuple[str, ...],
@@ -277,10 +275,10 @@ def tune_command(
     folder = folders.create(
         out, f"tune-{Path(job.script).stem}", {"command": job.argv, "kind": "tune"}
     )
-    tuning = Tuning(job, folder, codes, budget_s, per_fix_s, processes, proof_steps, quiet)
+    tuning = Tuning(job, folder, codes, budget_s, per_fix_s, processes, proof_steps, quiet, command)
     record = tuning.run()
     if json_path is not None:
-        store.write_text(Path(json_path), store.encode(record))
+        write_json(json_path, record)
     from flopwise.reports.stream import look
     from flopwise.reports.terminal import render_tune
 

@@ -67,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     api.check_json(arguments.json)
     return tuning.tune_command(
         job,
+        command=arguments.typed,
         out=arguments.out,
         json_path=arguments.json,
         codes=_codes(arguments.fixes),
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _codes(text: str | None) -> tuple[str, ...]:
-    from flopwise.tuning import FIXES
+    from flopwise.plans import FIXES
 
     if text is None:
         return tuple(code for code, _ in FIXES)

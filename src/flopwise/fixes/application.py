@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from flopwise.fixes.interface import Applied, Declined, Facts, Scene
+from flopwise.fixes.catalog.loader_workers import LoaderWorkers
+from flopwise.fixes.interface import Applied, Declined, Facts, Fix, Scene
+from flopwise.fixes.loader_setting import LoaderSetting
 from flopwise.fixes.registry import FIXES
 from flopwise.meter.found import compiled_parts, compiles_own_code
 from flopwise.meter.rows import Row
@@ -30,7 +31,7 @@ def scene_of(session: Session, rows: Sequence[Row] = ()) -> Scene:
     def share(value: Any) -> float | None:
         if not rows:
             return None
-        return statistics.fmean(min(1.0, value(row) / max(row.end_ns, 1)) for row in rows)
+        return float(sum(min(1.0, value(row) / max(row.end_ns, 1)) for row in rows) / len(rows))
 
     return Scene(
         roots=tuple(session.roots.found),
@@ -39,7 +40,7 @@ def scene_of(session: Session, rows: Sequence[Row] = ()) -> Scene:
         ),
         loaders=tuple(session.loaders),
         device=session.device,
-        step_s=statistics.fmean(row.end_ns for row in rows) * 1e-9 if rows else None,
+        step_s=sum(row.end_ns for row in rows) / len(rows) * 1e-9 if rows else None,
         data_frac=share(lambda row: row.data_ns),
         compute_frac=share(lambda row: row.forward_ns + row.backward_ns),
         optimizer_frac=share(lambda row: row.optimizer_ns),
@@ -48,40 +49,67 @@ def scene_of(session: Session, rows: Sequence[Row] = ()) -> Scene:
 
 
 class Plan:
-    """Applies planned fixes once the modules are known, and leaves them on."""
+    """Applies planned fixes and leaves them on: loaders at their construction, the rest once the modules are known."""
 
-    def __init__(self, session: Session, codes: Sequence[str]) -> None:
+    def __init__(self, session: Session, fixes: Sequence[Mapping[str, Any]]) -> None:
         self._session = session
-        self._codes = list(codes)
+        self._settings = {fix["code"]: dict(fix.get("setting") or {}) for fix in fixes}
+        self._loaders = 0  # built with the workers of the plan
         self.applied: list[Applied] = []
+
+    def attach(self) -> None:
+        """Installs what must be there before the script builds anything."""
+        known = {kind.code for kind in FIXES}
+        for code in self._settings:
+            if code not in known:
+                self._session.note(f"planned fix {code} left out: this flopwise does not know it")
+        setting = self._settings.get(LoaderWorkers.code)
+        if setting is None:
+            return
+        try:
+            LoaderSetting.from_strings(setting).install(self._built)
+            self._session.patches.names.append("DataLoader, built with the workers of the plan")
+        except ValueError as error:
+            self._session.note(f"planned fix {LoaderWorkers.code} left out: {error}")
+            del self._settings[LoaderWorkers.code]
 
     def apply(self) -> None:
         """Applies what fits; what does not is noted, and the run goes on without it."""
-        session = self._session
         on = []
         for kind in FIXES:
-            if kind.code not in self._codes:
+            if kind.code not in self._settings:
                 continue
-            fix = kind()
-            scene = scene_of(session)
-            answer = fix.check(_trusting(scene))
-            if isinstance(answer, Declined):
-                session.note(f"planned fix {fix.code} {fix.name} left out: {answer.reason}")
-                continue
-            try:
-                applied = fix.apply(scene)
-                applied.enable()
-            except Exception as error:
-                session.note(
-                    f"planned fix {fix.code} {fix.name} failed: {type(error).__name__}: {error}"
-                )
-                continue
-            self.applied.append(applied)
-            on.append(f"{fix.code} {fix.name}")
-            if fix.code == "FW104":
-                session.autocast = torch.bfloat16
-        session.note(f"applied by the plan: {', '.join(on) or 'nothing'}")
-        session.roots.watch_again()
+            trouble = self._loader_trouble() if kind is LoaderWorkers else self._switch_on(kind())
+            if trouble is None:
+                on.append(f"{kind.code} {kind.name}")
+            else:
+                self._session.note(f"planned fix {kind.code} {kind.name} {trouble}")
+        self._session.note(f"applied by the plan: {', '.join(on) or 'nothing'}")
+        self._session.roots.watch_again()
+
+    def _built(self, loader: Any) -> None:
+        self._loaders += 1
+
+    def _loader_trouble(self) -> str | None:
+        if self._loaders:
+            return None
+        return "left out: the script built no DataLoader that it fits before the first steps"
+
+    def _switch_on(self, fix: Fix) -> str | None:
+        """Returns why a fix is not on, None if it is."""
+        scene = scene_of(self._session)
+        answer = fix.check(_trusting(scene))
+        if isinstance(answer, Declined):
+            return f"left out: {answer.reason}"
+        try:
+            applied = fix.apply(scene, self._settings[fix.code])
+            applied.enable()
+        except Exception as error:
+            return f"failed: {type(error).__name__}: {error}"
+        self.applied.append(applied)
+        if fix.code == "FW104":
+            self._session.autocast = torch.bfloat16
+        return None
 
 
 def _trusting(scene: Scene) -> Scene:
@@ -91,6 +119,13 @@ def _trusting(scene: Scene) -> Scene:
     return replace(scene, data_frac=1.0, compute_frac=1.0, optimizer_frac=1.0)
 
 
-def install(session: Session, codes: Sequence[str]) -> None:
-    """Makes `session` apply a plan at the first moment when the modules are known."""
-    session.plan = Plan(session, codes)
+def install(session: Session, fixes: Sequence[Mapping[str, Any]]) -> None:
+    """Makes `session` apply a plan. Call it before the session attaches and before the script builds its loaders.
+
+    Args:
+        session: of this process.
+        fixes: each with its `code` and its `setting`, as a plan or an earlier trial chose it.
+    """
+    plan = Plan(session, fixes)
+    plan.attach()
+    session.plan = plan

@@ -60,9 +60,13 @@ class LoaderSetting:
                 f"loader-workers: {error} is missing or neither true nor false"
             ) from error
 
-    def install(self) -> Callable[[], None]:
-        """Patches DataLoader so that loaders built from now on get this setting; returns the undo."""
-        patch = _Patch(self)
+    def install(self, built: Callable[[DataLoader[Any]], None] | None = None) -> Callable[[], None]:
+        """Patches DataLoader so that loaders built from now on get this setting; returns the undo.
+
+        Args:
+            built: called with each loader that was built with it.
+        """
+        patch = _Patch(self, built)
         return patch.remove
 
 
@@ -78,8 +82,11 @@ def _fingerprint(dataset: Any, batch_size: int | None, sampler: str) -> str:
 class _Patch:
     """The replacements of `DataLoader.__init__` and `__iter__`."""
 
-    def __init__(self, setting: LoaderSetting) -> None:
+    def __init__(
+        self, setting: LoaderSetting, built: Callable[[DataLoader[Any]], None] | None
+    ) -> None:
         self._setting = setting
+        self._built = built
         self._signature = inspect.signature(DataLoader.__init__)
         self._ours: weakref.WeakKeyDictionary[DataLoader[Any], object] = weakref.WeakKeyDictionary()
         self._originals = {name: getattr(DataLoader, name) for name in ("__init__", "__iter__")}
@@ -104,6 +111,8 @@ class _Patch:
                 return
             original(*bound.args, **bound.kwargs)
             self._ours[loader] = None
+            if self._built is not None:
+                self._built(loader)
 
         return init
 

@@ -102,6 +102,9 @@ class _Applied(Applied):
         self._workers = workers  # 0: by what was measured
         self._feeds = [Feed(loader, pin_memory or loader.pin_memory) for loader in loaders]
         self.setting = {"pin_memory": str(pin_memory).lower(), "persistent_workers": "true"}
+        prints = {fingerprint(feed.loader) for feed in self._feeds}
+        if len(prints) == 1:  # else a plan gives workers to every loader
+            self.setting["match"] = prints.pop()
         self._patch = _NextData(self._feeds)
 
     def enable(self) -> None:
