@@ -76,7 +76,7 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
         step_s=_step_time(timed[lead.rank], step_s, lead.clock),
         throughput=throughput,
         mfu=mfu,
-        phases=_phases(ranks_timed, sampled),
+        phases=_phases(ranks_timed, timed, sampled),
         memory=records.Memory(
             allocated_peak_bytes=_largest(r.allocated_peak_bytes for r in ranks),
             reserved_peak_bytes=_largest(r.reserved_peak_bytes for r in ranks),
@@ -304,15 +304,20 @@ def _throughput(
     )
 
 
-def _phases(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> records.Phases:
-    rows = [row for r in ranks for row in timed[r.rank]]
+def _phases(
+    ranks: Sequence[RankRecord],
+    timed: dict[int, list[StepRow]],
+    sampled: dict[int, list[StepRow]],
+) -> records.Phases:
+    """Returns the phases: the wait for data over all timed steps, the rest over those looked at closely."""
+    rows = [row for r in ranks for row in sampled[r.rank]]
 
     def mean(name: str) -> float:
         return statistics.fmean(getattr(row, name) or 0 for row in rows) * 1e-9
 
-    host_s, data_s, backward_s, optimizer_s = (
-        mean(name) for name in ("host_ns", "data_ns", "backward_ns", "optimizer_ns")
-    )
+    backward_s, optimizer_s = mean("backward_ns"), mean("optimizer_ns")
+    host_s = statistics.fmean(row.host_ns for r in ranks for row in timed[r.rank]) * 1e-9
+    data_s = statistics.fmean(row.data_ns for r in ranks for row in timed[r.rank]) * 1e-9
     forward_s = mean("forward_ns") if any(row.forward_ns for row in rows) else None
     dry = [row.data_dry for row in rows if row.data_dry is not None]
     dry_frac = statistics.fmean(dry) if dry else None
@@ -485,7 +490,11 @@ def _peak_without_table(
         return None, {}, f"no peak is known for {lead.device_type} devices: give --peak"
     peak = measured_peak(context.ceilings) if context.ceilings is not None else None
     if peak is None or context.ceilings is None:
-        return None, {}, "no peak is known for this cpu: it is measured after the run, or give --peak"
+        return (
+            None,
+            {},
+            "no peak is known for this cpu: it is measured after the run, or give --peak",
+        )
     return peak, {g.dtype: g.burst_flops_per_s for g in context.ceilings.gemm}, None
 
 
