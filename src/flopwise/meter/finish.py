@@ -195,7 +195,7 @@ def _step_row(row: Row | Brief, span_ns: int, host_ns: int, kind: str) -> StepRo
     if row.found_inf is not None:
         skipped = skipped or float(row.found_inf) > 0
     if isinstance(row, Brief):
-        return StepRow(span_ns, host_ns, kind, skipped=skipped, sampled=False)
+        return StepRow(span_ns, host_ns, kind, skipped=skipped, data_ns=row.data_ns, sampled=False)
     return StepRow(
         ns=span_ns,
         host_ns=host_ns,

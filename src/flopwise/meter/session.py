@@ -51,10 +51,11 @@ WARMUP, MEASURING, STOPPING, DONE = "warm-up", "timed", "stopping", "done"
 #: A first record is written when this many steps are timed, so that a killed run still leaves one.
 FIRST_RECORD_STEPS = 10
 #: Short steps are looked at closely (phases, shapes, device time) once in this many ns, and only counted in between:
-#: one close look costs some 0.1 ms of host time.
-CLOSE_LOOK_NS = 100_000_000
-#: But in a measurement of N steps at least this often, and never more seldom than every 64th step.
+#: one close look costs some 0.1 to 0.2 ms of host time.
+CLOSE_LOOK_NS = 250_000_000
+#: But in a measurement of N steps at least this often, and never more seldom than every 128th step.
 CLOSE_LOOKS = 8
+LONGEST_STRIDE = 128
 #: Losses kept for the report and for comparing runs.
 LOSSES_KEPT = 64
 
@@ -82,6 +83,18 @@ class StopTraining(SystemExit):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+
+class _Fast:
+    """What the optimizer hook needs in steps of which only the end is noted, where one optimizer alone ends them."""
+
+    __slots__ = ("ends", "left", "on", "sole")
+
+    def __init__(self) -> None:
+        self.on = False
+        self.sole = 0
+        self.left = 0
+        self.ends: list[int] = []
 
 
 class Session:
@@ -128,6 +141,7 @@ class Session:
         self._first_replay = 0  # row from which steps are replays of a CUDA graph
         self._timed_from_ns = 0
         self.brief = False  # the running interval is only counted
+        self._fast = _Fast()
         self._stride = 1  # every how many steps one is looked at closely
         self._until_close = 0
         self._target = sys.maxsize if config.steps is None else config.steps
@@ -169,8 +183,9 @@ class Session:
 
     def detach(self) -> None:
         """Takes every hook out again."""
-        self.live = False
-        self.brief = False
+        if self._fast.on:
+            self._leave_fast()
+        self.live = self.brief = self._fast.on = False
         self.phase = DONE
         self.counting.abandon()
         self.roots.release()
@@ -231,8 +246,10 @@ class Session:
     # ------------------------------------------------------------------ hooks
 
     def _optimizer_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        fast, interval = self._fast, self.interval
+
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if not self.live or (self.brief and not self._nested):
+            if fast.on or not self.live or (self.brief and not self._nested):
                 return
             started = now()
             stack, key = self._stack, id(optimizer)
@@ -241,7 +258,6 @@ class Session:
             elif stack:
                 self._nested = True
             stack.append(key)
-            interval = self.interval
             interval.calls += 1
             if len(stack) == 1:
                 self._backward_in_optimizer_ns = 0
@@ -249,15 +265,19 @@ class Session:
                 interval.own_ns += self._optimizer_from - started
 
         def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if fast.on:
+                if id(optimizer) == fast.sole:
+                    fast.ends.append(now())
+                    fast.left -= 1
+                    if fast.left <= 0 or interval.flags:
+                        self._guard(self._leave_fast)
+                    return
+                self._guard(self._leave_fast)
             if not self.live:
                 return
             started = now()
             if self.brief and not self._nested:
-                if id(optimizer) == self._sole and not self.graphs.capturing:
-                    self._events += 1
-                    self.boundaries.total += 1
-                    self._brief_boundary(started)
-                elif not self.graphs.capturing:
+                if not self.graphs.capturing:
                     self._optimizer_event(optimizer, started)
                 return
             stack, key = self._stack, id(optimizer)
@@ -266,7 +286,6 @@ class Session:
             del stack[stack.index(key) :]
             if stack:
                 return
-            interval = self.interval
             interval.calls += 1
             interval.optimizer_ns += started - self._optimizer_from - self._backward_in_optimizer_ns
             if self.graphs.capturing:
@@ -312,9 +331,13 @@ class Session:
 
     def _next_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __next__(iterator: Any) -> Any:
-            if not self.live or (self.brief and torch.is_grad_enabled()):
+            if not self.live:
                 return original(iterator)
             entered = now()
+            if self.brief and torch.is_grad_enabled():
+                batch = original(iterator)
+                self.interval.data_ns += now() - entered
+                return batch
             batch = original(iterator)
             left = now()
             if self.live:
@@ -370,7 +393,7 @@ class Session:
             self.uses_scaler = True
             before = self._events
             result = original(scaler, optimizer, *args, **kwargs)
-            self._sole = 0
+            self._leave_sole()
             if self.live and self._events == before and not self._stack:
                 self.interval.flags |= SKIPPED
                 self._optimizer_event(optimizer, now())
@@ -399,6 +422,7 @@ class Session:
             return
         started = now()
         if self.mode != "mark":
+            self._leave_sole()
             self._restart("mark")
         self.boundaries.total += 1
         self._guard(self._boundary, started)
@@ -424,7 +448,7 @@ class Session:
             settled = self.boundaries.settled
             ends = self.boundaries.feed(identity)
             if self.boundaries.settled != settled:
-                self._sole = 0
+                self._leave_sole()
                 self._align_rows()
             if ends:
                 self._boundary(started)
@@ -439,6 +463,7 @@ class Session:
         if self.mode == "mark":
             return
         if self.mode != "replay":
+            self._leave_sole()
             # The eager steps before the capture are another regime: they stay counted, as warm-up.
             self.mode = "replay"
             self.boundaries.close()
@@ -507,6 +532,39 @@ class Session:
 
     # ------------------------------------------------------------------ the end of a step
 
+    def _leave_sole(self) -> None:
+        """Another signal than the one optimizer's steps has to be heeded from now on."""
+        self._sole = 0
+        if self._fast.on:
+            self._leave_fast()
+
+    def _leave_fast(self) -> None:
+        """Books the steps whose ends were only noted, and looks closely at the next one if that is due."""
+        fast, interval = self._fast, self.interval
+        started = now()
+        ends, fast.ends = fast.ends, []
+        fast.on = False
+        frames = frames_compiled()
+        flags = (
+            TIMED if frames == self._frames else TIMED | COMPILED
+        )  # in one of them; nobody knows which
+        self._frames = frames
+        self.rows.extend([Brief(end, flags, None) for end in ends])
+        if interval.flags and ends:
+            self.rows[-1] = Brief(ends[-1], flags | interval.flags, None)
+            interval.clear()
+        n = len(ends)
+        self._events += n
+        self.boundaries.total += n
+        self._timed += sum(not row.flags & (COUNTED | SAVE) for row in self.rows[-n:]) if n else 0
+        self._until_close -= n
+        if self._until_close <= 0 or self._timed + 1 >= self._target:
+            self.brief = False
+        elif self.brief and self._sole and self.live:
+            fast.left = min(self._until_close, self._target - self._timed - 1)
+            fast.on = True
+        self._brief_own_ns += now() - started
+
     def _brief_boundary(self, started: int) -> None:
         """The end of a step that is only counted."""
         interval = self.interval
@@ -515,9 +573,10 @@ class Session:
         if frames != self._frames:
             self._frames = frames
             flags |= COMPILED
-        self.rows.append(Brief(started, flags | TIMED, interval.found_inf))
+        self.rows.append(Brief(started, flags | TIMED, interval.found_inf, interval.data_ns))
         if flags or interval.found_inf is not None:
             interval.clear()
+        interval.data_ns = 0
         if not flags & (COUNTED | SAVE):
             self._timed += 1
         self._until_close -= 1
@@ -526,9 +585,12 @@ class Session:
         self._brief_own_ns += now() - started
 
     def brief_own_ns(self, rows: Sequence[Row | Brief]) -> int:
-        """Returns what our hooks cost over all steps that were only counted: five of them are passed in each."""
+        """Returns what our hooks cost over all steps that were only counted: five of them are passed in each.
+
+        The wait for data is timed in all steps, so that a stall at every n-th is not missed: as much as a sixth.
+        """
         brief = sum(isinstance(row, Brief) for row in rows)
-        return self._brief_own_ns + 5 * brief * self._own_call_ns
+        return self._brief_own_ns + 6 * brief * self._own_call_ns
 
     def _choose_stride(self) -> int:
         """Returns every how many steps one is looked at closely in the timed window."""
@@ -536,7 +598,7 @@ class Session:
             return self.config.stride or 1
         recent = self.rows[-4:]
         step_ns = max(1, (recent[-1].end_ns - recent[0].end_ns) // max(1, len(recent) - 1))
-        stride = min(64, -(-CLOSE_LOOK_NS // step_ns))
+        stride = min(LONGEST_STRIDE, -(-CLOSE_LOOK_NS // step_ns))
         if self.config.steps is not None:
             stride = min(stride, self.config.steps // CLOSE_LOOKS)
         return max(1, stride)
@@ -593,6 +655,10 @@ class Session:
         if self._stride > 1 and self.phase == MEASURING and self._timed + 1 < self._target:
             self.brief = True
             self._until_close = self._stride - 1
+            if self._sole and not self._nested:
+                self._fast.sole = self._sole
+                self._fast.left = min(self._until_close, self._target - self._timed - 1)
+                self._fast.on = True
         interval.own_ns += now() - started
         if self.phase == STOPPING:
             self._stop_if_due()
@@ -739,7 +805,8 @@ class Session:
         self.interval.clear()
         self._identities.clear()
         self.optimizers.clear()
-        self.brief = False
+        self.brief = self._fast.on = False
+        self._fast.ends.clear()
         if self.phase in (MEASURING, STOPPING):
             self.detach()
 
