@@ -11,6 +11,7 @@ import platform
 import socket
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -52,6 +53,7 @@ class Snapshot:
     session: Session
     status: str
     rows: list[Row | Brief]
+    waits: list[tuple[int, int]]
     flops: list[FlopCount]
     losses: list[torch.Tensor]
     steps_seen: int
@@ -68,6 +70,7 @@ class Snapshot:
             session=session,
             status=status,
             rows=list(session.rows),
+            waits=list(session.waits),
             flops=counts,
             losses=list(session.losses),
             steps_seen=session.boundaries.total,
@@ -100,9 +103,11 @@ def leave_message(session: Session, text: str) -> None:
 def build(snapshot: Snapshot) -> RankRecord:
     """Returns the rank record. Waits (without spinning) until the device has passed the last event."""
     session = snapshot.session
-    rows, clock = step_rows(snapshot.rows, session.config.warmup)
+    rows, clock = step_rows(snapshot.rows, session.config.warmup, snapshot.waits)
     on_cuda = session.device.type == "cuda"
     rank, world, local_rank = identity()
+    if world == 1 and session.identity is not None:
+        rank, world, local_rank = session.identity
     index = session.device.index if on_cuda else None
     if on_cuda and index is None:
         index = torch.cuda.current_device()
@@ -172,17 +177,25 @@ def build(snapshot: Snapshot) -> RankRecord:
     )
 
 
-def step_rows(raw: Sequence[Row | Brief], warmup_by_hand: int | None) -> tuple[list[StepRow], str]:
+def step_rows(
+    raw: Sequence[Row | Brief],
+    warmup_by_hand: int | None,
+    waits: Sequence[tuple[int, int]] = (),
+) -> tuple[list[StepRow], str]:
     """Returns the intervals between the step ends in `raw` as step rows, and the clock that timed them.
 
-    The first step has no beginning that anyone saw; so n raw rows give n - 1 intervals.
+    The first step has no beginning that anyone saw; so n raw rows give n - 1 intervals. `waits` are the waits for data
+    of the brief ones, by their beginnings and ends.
     """
     raw, on_device = _passed(raw)
     host = [after.end_ns - before.end_ns for before, after in pairwise(raw)]
     spans, mixed = _device_spans(raw, host) if on_device else (host, set())
     kinds = classify(raw, spans, warmup_by_hand)
+    waited = _waited(raw, waits)
     rows = [
-        _step_row(row, span, host_ns, "mixed" if i in mixed and kind == "timed" else kind)
+        _step_row(
+            row, span, host_ns, "mixed" if i in mixed and kind == "timed" else kind, waited[i + 1]
+        )
         for i, (row, span, host_ns, kind) in enumerate(
             zip(raw[1:], spans, host, kinds, strict=True)
         )
@@ -190,12 +203,23 @@ def step_rows(raw: Sequence[Row | Brief], warmup_by_hand: int | None) -> tuple[l
     return rows, "cuda events" if on_device else "host clock"
 
 
-def _step_row(row: Row | Brief, span_ns: int, host_ns: int, kind: str) -> StepRow:
+def _waited(raw: Sequence[Row | Brief], waits: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns for each row how long the interval that it ends waited for data, where `waits` tells."""
+    ends = [row.end_ns for row in raw]
+    total = [0] * len(ends)
+    for entered, left in waits:
+        at = bisect_left(ends, left)
+        if at < len(ends):
+            total[at] += left - entered
+    return total
+
+
+def _step_row(row: Row | Brief, span_ns: int, host_ns: int, kind: str, waited: int) -> StepRow:
     skipped = bool(row.flags & SKIPPED)
     if row.found_inf is not None:
         skipped = skipped or float(row.found_inf) > 0
     if isinstance(row, Brief):
-        return StepRow(span_ns, host_ns, kind, skipped=skipped, data_ns=row.data_ns, sampled=False)
+        return StepRow(span_ns, host_ns, kind, skipped=skipped, data_ns=waited, sampled=False)
     return StepRow(
         ns=span_ns,
         host_ns=host_ns,

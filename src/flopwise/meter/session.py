@@ -121,6 +121,7 @@ class Session:
         self.observers: list[Callable[[Session, Row], None]] = []
         self.record: Any = None
         self.pid = os.getpid()
+        self.identity: tuple[int, int, int] | None = None  # rank, world size, local rank
         self.attach_ns = 0
         self.uses_scaler = False
         self.autocast: torch.dtype | None = None  # put around the forward by a fix
@@ -141,6 +142,8 @@ class Session:
         self._first_replay = 0  # row from which steps are replays of a CUDA graph
         self._timed_from_ns = 0
         self.brief = False  # the running interval is only counted
+        # From when to when such intervals waited for data: all of them, so that a stall at every n-th is not missed.
+        self.waits: list[tuple[int, int]] = []
         self._fast = _Fast()
         self._stride = 1  # every how many steps one is looked at closely
         self._until_close = 0
@@ -171,15 +174,22 @@ class Session:
                 f"cannot measure with torch {torch.__version__}: {'; '.join(problems)}. "
                 "The script runs unmeasured; a newer flopwise may know this torch"
             )
+        self._own_call_ns = _call_cost_ns()
+        try:
+            self._begin()
+        except BaseException:
+            self.detach()
+            raise
+        self.attach_ns += self._last_ns - started
+
+    def _begin(self) -> None:
         self.live = True
         marks.current = self
-        self._own_call_ns = _call_cost_ns()
         self._install()
         if self.config.folder is not None:
             atexit.register(self.close)
             os.register_at_fork(after_in_child=self._after_fork)
         self._last_ns = now()
-        self.attach_ns += self._last_ns - started
 
     def detach(self) -> None:
         """Takes every hook out again."""
@@ -336,7 +346,7 @@ class Session:
             entered = now()
             if self.brief and torch.is_grad_enabled():
                 batch = original(iterator)
-                self.interval.data_ns += now() - entered
+                self.waits.append((entered, now()))
                 return batch
             batch = original(iterator)
             left = now()
@@ -478,6 +488,7 @@ class Session:
     def _meet(self, identity: int, optimizer: torch.optim.Optimizer) -> None:
         if not self.optimizers and self.config.folder is not None:
             self.patches.replace(os, "_exit", self._exit(os._exit), "os._exit")
+            self.identity = finish.identity()  # a process group may be gone when the record is built
         self.optimizers[identity] = weakref.ref(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -573,10 +584,9 @@ class Session:
         if frames != self._frames:
             self._frames = frames
             flags |= COMPILED
-        self.rows.append(Brief(started, flags | TIMED, interval.found_inf, interval.data_ns))
+        self.rows.append(Brief(started, flags | TIMED, interval.found_inf))
         if flags or interval.found_inf is not None:
             interval.clear()
-        interval.data_ns = 0
         if not flags & (COUNTED | SAVE):
             self._timed += 1
         self._until_close -= 1
@@ -585,12 +595,9 @@ class Session:
         self._brief_own_ns += now() - started
 
     def brief_own_ns(self, rows: Sequence[Row | Brief]) -> int:
-        """Returns what our hooks cost over all steps that were only counted: five of them are passed in each.
-
-        The wait for data is timed in all steps, so that a stall at every n-th is not missed: as much as a sixth.
-        """
+        """Returns what our hooks cost over all steps that were only counted: five of them are passed in each."""
         brief = sum(isinstance(row, Brief) for row in rows)
-        return self._brief_own_ns + 6 * brief * self._own_call_ns
+        return self._brief_own_ns + (5 * brief + len(self.waits)) * self._own_call_ns
 
     def _choose_stride(self) -> int:
         """Returns every how many steps one is looked at closely in the timed window."""
@@ -797,18 +804,23 @@ class Session:
         return _like(_exit, original)
 
     def _after_fork(self) -> None:
-        """In a forked child: nothing of the parent's measurement is ours; a child that trains starts anew."""
+        """In a forked child: nothing of the parent's measurement is ours, and a child that trains starts anew."""
+        if self.phase == DONE:
+            return
         self.pid = os.getpid()
-        self.rows = []
-        self._writers = []
-        self._last_event = None
-        self.interval.clear()
-        self._identities.clear()
-        self.optimizers.clear()
-        self.brief = self._fast.on = False
-        self._fast.ends.clear()
-        if self.phase in (MEASURING, STOPPING):
-            self.detach()
+        if not self._begun:
+            return
+        self.detach()
+        child = Session(self.config)
+        child._own_call_ns = self._own_call_ns
+        child._guard(child._begin)
+
+    @property
+    def _begun(self) -> bool:
+        """Whether anything of a training has been seen."""
+        return bool(
+            self.optimizers or self.boundaries.total or self._watch or self.loaders or self.losses
+        )
 
     # ------------------------------------------------------------------ faults
 
