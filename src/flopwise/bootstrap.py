@@ -6,8 +6,11 @@ processes that never train, and harmless when anything in it fails.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 #: The run folder; its presence says that this process runs below `flopwise run`.
 FOLDER = "FLOPWISE_RUN"
@@ -20,31 +23,67 @@ def attach() -> None:
     if not folder or os.environ.get(DISABLE, "") not in ("", "0"):
         return
     try:
-        from flopwise.meter import finish, session
-
-        options = finish.read_launch(folder)
-        config = session.Config(
-            folder=folder,
-            # Trials end the script themselves; until then the meter stays.
-            steps=sys.maxsize if options.get("trial") else options.get("steps"),
-            warmup=options.get("warmup"),
-            stop_after=bool(options.get("stop_after")),
-            count=not options.get("trial"),
-            telemetry=not options.get("trial"),
-        )
-        meter = session.Session(config)
-        if options.get("apply"):
-            from flopwise.fixes import application
-
-            application.install(meter, options["apply"])
-        if options.get("trial"):
-            from flopwise.fixes import driver
-
-            driver.install(meter, options["trial"])
-        meter.attach()
+        with _imports_apart():
+            _attach(folder)
         _leave_sign(folder)
     except Exception as error:
         _report(folder, error)
+
+
+def _attach(folder: str) -> None:
+    from flopwise.errors import AttachError
+    from flopwise.meter import finish, session
+
+    try:
+        options = finish.read_launch(folder)
+    except FileNotFoundError:
+        raise AttachError(
+            f"the run folder {folder} is not here; this process is not measured"
+        ) from None
+    trial: dict[str, Any] | None = options.get("trial")
+    meter = session.Session(
+        session.Config(
+            folder=folder,
+            # Trials end the script themselves; until then the meter stays.
+            steps=sys.maxsize if trial else options.get("steps"),
+            warmup=options.get("warmup"),
+            stop_after=bool(options.get("stop_after")),
+            count=not trial,
+            telemetry=not trial,
+        )
+    )
+    if options.get("apply"):
+        from flopwise.fixes import application
+
+        application.install(meter, options["apply"])
+    if trial:
+        from flopwise.fixes import driver
+
+        driver.install(meter, trial)
+    meter.attach()
+
+
+@contextlib.contextmanager
+def _imports_apart() -> Iterator[None]:
+    """Has our imports find the standard library, whatever files the script's folder holds, and leaves no trace of them.
+
+    A script with a statistics.py of its own must get that one when it asks for it, and we must not run it.
+    """
+    library = os.path.dirname(os.__file__)
+    path, modules = list(sys.path), set(sys.modules)
+    sys.path.sort(key=lambda entry: not _belongs_to(entry, library))
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name in set(sys.modules) - modules:
+            if name.partition(".")[0] in sys.stdlib_module_names:
+                del sys.modules[name]
+
+
+def _belongs_to(entry: str, library: str) -> bool:
+    inside = entry == library or entry.startswith(library + os.sep)
+    return inside and "-packages" not in entry[len(library) :]
 
 
 def _leave_sign(folder: str) -> None:
@@ -52,7 +91,7 @@ def _leave_sign(folder: str) -> None:
     try:
         with open(os.path.join(folder, f"attached-{os.getpid()}"), "w", encoding="utf-8") as sign:
             sign.write(" ".join(sys.argv)[:500])
-    except OSError:
+    except (OSError, ValueError):
         pass
 
 
