@@ -36,12 +36,11 @@ class Row(NamedTuple):
 
 
 class Brief(NamedTuple):
-    """One interval of which little was taken: a short step between two that are looked at closely."""
+    """One interval of which only the end was taken: a short step between two that are looked at closely."""
 
     end_ns: int
     flags: int
     found_inf: Any
-    data_ns: int = 0
 
 
 class Interval:

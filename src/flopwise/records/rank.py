@@ -15,7 +15,8 @@ SCHEMA = "flopwise.rank/1"
 class StepRow:
     """One interval from step to step.
 
-    Short steps are looked at closely only now and then; of the others (`sampled` false) just the times are known.
+    Short steps are looked at closely only now and then; of the others (`sampled` false) just the length and the wait
+    for data are known.
     """
 
     ns: int  # device time if CUDA events were used (split by host time between two events), else host time
@@ -36,7 +37,7 @@ class StepRow:
     own_ns: int = 0  # time inside our hooks
     pause_ns: int = 0  # evaluation, saving, or loader start inside this interval
     data_dry: bool | None = None  # the device had run dry when the data arrived; None: unknown
-    sampled: bool = True  # False: only the times, the kind and `skipped` were taken
+    sampled: bool = True  # False: only the times, `data_ns`, the kind and `skipped` were taken
 
 
 @dataclass(frozen=True)
