@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -40,7 +41,7 @@ def test_a_stall_at_every_fourth_step_is_seen_although_every_fourth_is_looked_at
     timed = [row for row in rows if row.kind == "timed"]
     assert {row.sampled for row in timed} == {True, False}
     slow = [i for i, row in enumerate(timed) if row.data_ns > 15_000_000]
-    assert {b - a for a, b in zip(slow, slow[1:], strict=False)} == {4}
+    assert {b - a for a, b in itertools.pairwise(slow)} == {4}
     assert all(row.data_ns <= row.host_ns for row in timed)
 
 

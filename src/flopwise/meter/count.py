@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,9 +28,15 @@ class StepCounter:
 
     _method = "eager step"
 
-    def __init__(self, shape: str, time_ops: bool = True) -> None:
+    def __init__(
+        self,
+        shape: str,
+        time_ops: bool = True,
+        observer: Callable[[str, Any, Any, Any], None] | None = None,
+    ) -> None:
         self._shape = shape
         self._timed = time_ops
+        self._observer = observer  # told the name, arguments and result of every op
         self._mode: OpCounter | None = None
         self._roles = Roles()
         self._stance: object = None
@@ -50,6 +58,7 @@ class StepCounter:
             count_stack.restore(stance)
             raise
         mode.launches.install()
+        mode.observer = self._observer
         self._stance, self._mode = stance, mode
 
     def stop(self) -> FlopCount:

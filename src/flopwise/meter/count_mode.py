@@ -7,7 +7,7 @@ optimizer. Whatever goes wrong in the booking is noted; the op's own result or e
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class OpCounter(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.active = True
+        self.observer: Callable[[str, Any, Any, Any], None] | None = None  # told of every op
         self.tally = Tally()
         self.launches = Launches()
         self._roles = roles
@@ -87,6 +88,8 @@ class OpCounter(TorchDispatchMode):
             self.launches.inside -= 1
         try:
             self._book(op, mark, args, kwargs, out)
+            if self.observer is not None:
+                self.observer(op.name, args, kwargs, out)
         except Exception as error:
             self._trouble(op.name, error)
         return out

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flopwise.meter.found import compiled_parts, compiles_own_code
-from flopwise.meter.rows import COUNTED
+from flopwise.meter.rows import COUNTED, EVALUATION
 from flopwise.records.rank import FlopCount
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ class Counting:
                         "the run, and the model is not called where its inputs are seen"
                     )
             return False
+        session.reads.end(bool(session.interval.flags & EVALUATION))
         try:
             count = counter.stop()
             shape = session.interval.shape()
@@ -95,6 +96,7 @@ class Counting:
         """Leaves a count that is under way."""
         counter, self._counter = self._counter, None
         if counter is not None:
+            self._session.reads.abandon()
             counter.abandon()
 
     def _compiled(self) -> bool:
@@ -110,8 +112,9 @@ class Counting:
         try:
             from flopwise.meter.count import StepCounter
 
-            counter = StepCounter("")
+            counter = StepCounter("", observer=self._session.reads.saw)
             counter.start()
+            self._session.reads.begin()
             self._counter = counter
         except Exception as error:
             self.settled = True

@@ -174,6 +174,7 @@ def build(snapshot: Snapshot) -> RankRecord:
         launch=_launch() if world > 1 else "",
         counted_from=_counted_from(session, rows),
         float32_matmul_precision=_matmul_precision(),
+        surroundings=session.surroundings.record(),
     )
 
 

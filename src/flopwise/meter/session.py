@@ -29,6 +29,7 @@ from flopwise.meter.counting import Counting
 from flopwise.meter.found import Reading, describe_batch, frames_compiled, read_roots, real_tokens
 from flopwise.meter.graphs import Graphs
 from flopwise.meter.patches import Patches, never_compiled
+from flopwise.meter.reads import Reads
 from flopwise.meter.roots import Roots
 from flopwise.meter.rows import (
     COMPILED,
@@ -43,6 +44,7 @@ from flopwise.meter.rows import (
     Row,
 )
 from flopwise.meter.steps import Boundaries
+from flopwise.meter.surroundings import Surroundings
 from flopwise.meter.window import Window
 
 now = time.perf_counter_ns
@@ -118,6 +120,8 @@ class Session:
         self.counting = Counting(self)
         self.graphs = Graphs(self)
         self.window = Window(self)
+        self.reads = Reads(self)
+        self.surroundings = Surroundings(self)
         self.observers: list[Callable[[Session, Row], None]] = []
         self.record: Any = None
         self.pid = os.getpid()
@@ -197,6 +201,7 @@ class Session:
             self._leave_fast()
         self.live = self.brief = self._fast.on = False
         self.phase = DONE
+        self.surroundings.close()
         self.counting.abandon()
         self.roots.release()
         for failure in self.patches.undo():
@@ -252,6 +257,7 @@ class Session:
             torch.nn.Module, "eval", self._flagging(torch.nn.Module.eval, EVALUATION), "Module.eval"
         )
         self.graphs.install(patches)
+        self.surroundings.install(patches)
 
     # ------------------------------------------------------------------ hooks
 
@@ -382,7 +388,10 @@ class Session:
             if not self.live:
                 return original(loader)
             entered = now()
-            iterator = original(loader)
+            if torch.is_grad_enabled():
+                iterator = self.surroundings.start_loader(original, loader)
+            else:
+                iterator = original(loader)
             if self.live:
                 interval = self.interval
                 interval.calls += 1
@@ -488,7 +497,9 @@ class Session:
     def _meet(self, identity: int, optimizer: torch.optim.Optimizer) -> None:
         if not self.optimizers and self.config.folder is not None:
             self.patches.replace(os, "_exit", self._exit(os._exit), "os._exit")
-            self.identity = finish.identity()  # a process group may be gone when the record is built
+            self.identity = (
+                finish.identity()
+            )  # a process group may be gone when the record is built
         self.optimizers[identity] = weakref.ref(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -672,6 +683,8 @@ class Session:
 
     def _warm_up(self, started: int) -> None:
         n = len(self.rows)
+        if n <= 6:
+            self.surroundings.warmed(n)
         if n <= 6 or not self.roots.settled:
             self.roots.look(n)
             if self.roots.found:
@@ -744,6 +757,7 @@ class Session:
 
     def _complete(self) -> None:
         self.window.close()
+        self.surroundings.close()
         if self.config.stop_after:
             self.phase = STOPPING
             self.roots.release()

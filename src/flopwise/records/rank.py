@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flopwise.records.surroundings import Surroundings
+
 SCHEMA = "flopwise.rank/1"
 
 
@@ -122,3 +124,4 @@ class RankRecord:
     brief_own_ns: int = 0  # time inside our hooks over all steps that were only counted
     started_ns: int = 0  # wall clock at the first step end, ns since 1970; 0: no step
     launch: str = ""  # where its ranks meet (address, port, torchrun's id and restart), "" for one alone
+    surroundings: Surroundings | None = None  # None: not looked at
