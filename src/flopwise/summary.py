@@ -11,6 +11,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 from flopwise._version import __version__
+from flopwise.diagnosis import explain
+from flopwise.diagnosis.findings import find as find_causes
 from flopwise.errors import NothingMeasuredError
 from flopwise.flops import mfu as utilisations
 from flopwise.hardware.accelerators import Match, Peak, lookup, peak_of, reference_peak
@@ -63,7 +65,7 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
     others = _other_trainings(everything, ranks)
     notes = list(dict.fromkeys([*context.notes, *others, *_notes(ranks, timed)]))
     mfu = _mfu(ranks_timed, timed, step_s, context, notes)
-    return RunRecord(
+    record = RunRecord(
         schema=records.SCHEMA,
         flopwise=__version__,
         created=context.created or datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -98,6 +100,11 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
         notes=notes,
         plan=context.plan,
         losses=lead.losses,
+    )
+    return replace(
+        record,
+        notes=[*notes, *explain.notes(ranks_timed, record)],
+        findings=find_causes(ranks_timed, record),
     )
 
 
