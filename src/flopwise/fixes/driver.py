@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from flopwise.fixes.application import facts_of, scene_of
-from flopwise.fixes.interface import Applied, Declined, Fix
+from flopwise.fixes.interface import Applied, Declined, Facts, Fix
 from flopwise.fixes.registry import FIXES
 from flopwise.meter.found import frames_compiled
 from flopwise.meter.replay import Snapshot
@@ -59,7 +59,7 @@ class Driver:
         self._notes: list[str] = []
         self._steps: Steps | None = None
         self._previous: Row | None = None
-        self._rows: list[Row] = []
+        self._facts = Facts()
 
     def __call__(self, session: Session, row: Row) -> None:
         """Takes one step end from the meter."""
@@ -77,6 +77,8 @@ class Driver:
 
     def _all(self) -> Steps:
         yield from self._until_known()
+        # What the script does by itself, before any fix of ours compiles or casts anything.
+        self._facts = facts_of(self._session, self._session.roots.autocast)
         plan = yield from self._plan()
         if self._with_aa:
             self._aa = yield from self._aa_trial(plan)
@@ -91,7 +93,7 @@ class Driver:
 
     def _try(self, fix: Fix) -> Steps:
         rows = yield from self._steady(PLANNING_STEPS)
-        scene = scene_of(self._session, rows)
+        scene = dataclasses.replace(scene_of(self._session, rows), facts=self._facts)
         answer = fix.check(scene)
         if isinstance(answer, Declined):
             self._add(fix, "declined", answer.reason)
@@ -103,11 +105,6 @@ class Driver:
             self._add(
                 fix, "declined", "the inputs of the model were not seen, so parity cannot be judged"
             )
-            return
-        scene = dataclasses.replace(scene, facts=facts_of(self._session, snapshot.autocast))
-        answer = fix.check(scene)
-        if isinstance(answer, Declined):
-            self._add(fix, "declined", answer.reason)
             return
         try:
             applied = fix.apply(scene)
@@ -127,7 +124,13 @@ class Driver:
         yield from self._steady(WASHOUT_STEPS)
 
     def _judge(self, fix: Fix, applied: Applied, snapshot: Snapshot, rows: list[Row]) -> Steps:
-        parity = applied.verify(snapshot)
+        for _ in range(
+            SETTLING_STEPS
+        ):  # a fix may watch a few steps, to have something to compare with
+            yield
+            if applied.ready():
+                break
+        parity = self._verify(applied, snapshot)
         yield  # the step after a parity check is not a steady one
         if not parity.passed:
             self._add(
@@ -167,6 +170,15 @@ class Driver:
         if kept:
             applied.enable()
         return kept
+
+    def _verify(self, applied: Applied, snapshot: Snapshot) -> Parity:
+        """Runs the parity check with the meter looking away: its forwards and backwards are not the script's."""
+        session = self._session
+        session.live = False
+        try:
+            return applied.verify(snapshot)
+        finally:
+            session.live = True
 
     def _settle(self, applied: Applied) -> Steps:
         """Waits until a fix that was just switched on has reached its steady state; returns what went wrong, if so."""

@@ -7,6 +7,7 @@ replayed on fake tensors instead, which computes nothing and touches nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +133,13 @@ class Counting:
                     "the script compiles, and trains several models: only one could be replayed"
                 )
                 return
-            self.counts[signature] = count_fake(module, args, kwargs, signature)
+            cast = self._session.autocast
+            with (
+                torch.autocast(self._session.device.type, dtype=cast)
+                if cast is not None
+                else contextlib.nullcontext()
+            ):
+                self.counts[signature] = count_fake(module, args, kwargs, signature)
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
 
