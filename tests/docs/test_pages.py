@@ -17,17 +17,17 @@ RUNNABLE = [page for page in PAGES if "<!-- run" in page.read_text("utf-8")]
 Tool = Callable[[str], ModuleType]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page: Path, tool: Tool) -> None:
     assert list(tool("check_docs").broken_links(page)) == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_no_page_names_one_machine_or_is_unfinished(page: Path, tool: Tool) -> None:
     assert list(tool("check_docs").forbidden_words(page)) == []
 
 
-@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUNNABLE, ids=lambda page: str(page.relative_to(ROOT)))
 def test_marked_examples_run(page: Path, tool: Tool) -> None:
     assert list(tool("check_docs").run_examples(page)) == []
 

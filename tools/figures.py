@@ -1,0 +1,128 @@
+"""Writes the tables of measured figures into the documents, from benchmarks/results, so that no figure is typed by hand.
+
+python tools/figures.py            writes them between their marks
+python tools/figures.py --check    exit code 1 if a document does not hold what the results say
+
+In a document a table stands between `<!-- figures: NAME -->` and `<!-- /figures -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flopwise import units
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "overhead.md")
+_MARKED = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 once the tables are written, or with --check if they are current."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    options.add_argument("--check", action="store_true", help="write nothing; 1 if not current")
+    check = options.parse_args(argv).check
+    old = []
+    for page in PAGES:
+        before = page.read_text(encoding="utf-8")
+        after = filled(before)
+        if after != before:
+            old.append(page.name)
+            if not check:
+                page.write_text(after, encoding="utf-8")
+    if check and old:
+        print(
+            f"not what benchmarks/results says: {', '.join(old)}. Run tools/figures.py",
+            file=sys.stderr,
+        )
+        return 1
+    return 0
+
+
+def filled(text: str) -> str:
+    """Returns a document with its tables as the results have them."""
+    return _MARKED.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}\n{m[3]}", text)
+
+
+def step_truth() -> str:
+    """Returns the table of our step time and MFU against the truth on an H200."""
+    jobs: dict[str, dict[str, Any]] = {}
+    for path in sorted((RESULTS / "h200").glob("step_truth*.json")):
+        jobs.update(
+            {job["name"]: job for job in json.loads(path.read_text("utf-8")) if job["timed"]}
+        )
+    head = ["job", "step", "by CUDA events", "differs by", "MFU", "by hand", "differs by"]
+    return table(
+        head,
+        (
+            [
+                name,
+                f"{job['ours_ms']:.2f} ms",
+                f"{job['truth_ms']:.2f} ms",
+                difference(job["step_ratio"]),
+                units.percent(job["mfu"]),
+                units.percent(job["mfu_by_hand"]),
+                difference(job["mfu_ratio"]),
+            ]
+            for name, job in sorted(jobs.items())
+        ),
+    )
+
+
+def overhead() -> str:
+    """Returns the table of what the meter costs, one row a device and length of step."""
+    rows = []
+    for path in sorted(RESULTS.rglob("overhead*.json")):
+        data = json.loads(path.read_text("utf-8"))
+        for case in data["cases"]:
+            found = case["attached"]
+            rows.append(
+                [
+                    f"{data['device']}, torch {data['torch']}",
+                    f"{case['step_ms']:.1f} ms",
+                    f"{signed(found['ratio'])} ({signed(found['low'])} to {signed(found['high'])})",
+                    signed(case["control"]["ratio"]),
+                    units.percent(case["own_frac"]),
+                    f"{units.percent(case['limit_frac'])}: {case['verdict'].split(':')[0]}",
+                    f"`{path.relative_to(ROOT)}`",
+                ]
+            )
+    head = [
+        "device",
+        "step",
+        "with the meter (95 %)",
+        "control",
+        "by the meter's own clock",
+        "limit",
+        "from",
+    ]
+    return table(head, rows)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def difference(ratio: float) -> str:
+    """Returns how far a ratio is from 1, unsigned, in percent with three decimals."""
+    return f"{100 * abs(ratio - 1):.3f} %"
+
+
+def signed(ratio: float) -> str:
+    """Returns how far a ratio is from 1, signed, in percent with two decimals."""
+    return f"{100 * (ratio - 1):+.2f} %"
+
+
+TABLES = {"step_truth": step_truth, "overhead": overhead}
+
+if __name__ == "__main__":
+    sys.exit(main())
