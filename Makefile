@@ -43,7 +43,7 @@ unit: $(STAMP)
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
 
 docs: $(STAMP)
-	@$(BIN)/python -m mkdocs build --quiet --strict
+	@$(BIN)/python -m mkdocs build --strict
 	@echo "== build/site/index.html"
 
 demo: $(STAMP)
