@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 from flopwise.diagnosis.evidence import MEASURED, Evidence
 from flopwise.diagnosis.series import period
@@ -12,8 +13,8 @@ from flopwise.units import duration, percent
 
 #: Below this share of a step the wait is no finding.
 LEAST_FRAC = 0.05
-#: Loading that computes less than this share of its time waits for something else.
-COMPUTING_FRAC = 0.5
+#: Waits are even where their median is at least this share of their mean.
+EVEN_FRAC = 0.7
 
 
 def find(evidence: Evidence) -> list[Finding]:
@@ -88,6 +89,16 @@ def _with_workers(
         f"a step's data take {duration(load_s)} to load ({percent(computing)} of it computing), so {_workers(have)} "
         f"deliver one in {duration(load_s / have)}; the rest of a step takes {duration(rest_s)}"
     )
+    waits = [row.data_ns * 1e-9 for row in evidence.timed]
+    if needed <= have and statistics.median(waits) >= EVEN_FRAC * evidence.wait_s:
+        said.append(
+            f"the workers keep up: {duration(evidence.wait_s)} is what each step takes to be handed its batch"
+        )
+        return (
+            "hand over less: fewer and larger tensors instead of many small objects, what is needed in the dtype that "
+            "is needed",
+            None,
+        )
     if needed <= have:
         return (
             f"{_workers(have)} are enough on average, but loading is uneven: even out the slow items (cache, repack), "

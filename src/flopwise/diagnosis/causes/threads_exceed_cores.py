@@ -7,7 +7,7 @@ from flopwise.records.finding import Finding
 from flopwise.records.surroundings import Threads
 
 #: Runnable threads a core, on average, from which on they hinder each other.
-LEAST_RATIO = 1.25
+LEAST_RATIO = 1.1
 #: Of the runnable time that waited for a core.
 LEAST_WAITING_FRAC = 0.2
 
@@ -44,10 +44,15 @@ def find(evidence: Evidence) -> list[Finding]:
 
 
 def _product(ranks: int, threads: Threads) -> str:
-    own = f"{ranks} rank{'s' if ranks > 1 else ''} of {threads.busy_main} busy threads"
+    own = f"{ranks} rank{'s' if ranks > 1 else ''} x {_threads(max(1, threads.busy_main))}"
     if not threads.workers:
         return own
-    return f"{own} + {ranks} x {threads.workers} workers x up to {threads.busy_worker} busy threads"
+    workers = f"{threads.workers} worker{'s' if threads.workers > 1 else ''}"
+    return f"{own} + {ranks} x {workers} x up to {_threads(threads.busy_worker)}"
+
+
+def _threads(n: int) -> str:
+    return f"{n} busy thread{'' if n == 1 else 's'}"
 
 
 def _pools(threads: Threads) -> str:
