@@ -57,7 +57,7 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
     ranks_timed = [r for r in ranks if timed[r.rank]]
     means = [_mean_s(timed[r.rank]) for r in ranks_timed]
     step_s = statistics.fmean(means)
-    sampled = {rank: [row for row in rows if row.sampled] or rows for rank, rows in timed.items()}
+    sampled = {r.rank: _looked_at(r, timed[r.rank]) for r in ranks_timed}
     steps = _steps(lead, timed[lead.rank], step_s)
     throughput = _throughput(ranks_timed, sampled, step_s, lead.counted_from)
     own = statistics.fmean(_own_ns(r, timed[r.rank]) for r in ranks_timed)
@@ -106,6 +106,15 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
         notes=[*notes, *explain.notes(ranks_timed, record)],
         findings=find_causes(ranks_timed, record),
     )
+
+
+def _looked_at(rank: RankRecord, timed: Sequence[StepRow]) -> list[StepRow]:
+    """Returns the rows that tell what is in a timed step: those looked at closely, or the last ones before them.
+
+    A script may end so soon that none of the timed steps was looked at.
+    """
+    before = [row for row in rank.rows if row.sampled and row.kind in ("warmup", "counted")]
+    return [row for row in timed if row.sampled] or before[-3:] or list(timed)
 
 
 def _own_ns(rank: RankRecord, rows: Sequence[StepRow]) -> float:
@@ -229,7 +238,7 @@ def _steps(lead: RankRecord, timed: Sequence[StepRow], step_s: float) -> records
         skipped_by_scaler=sum(row.skipped for row in timed),
         boundary=lead.boundary,
         warmup_rule=lead.warmup_rule,
-        micro_batches=statistics.fmean(row.micro_batches for row in close),
+        micro_batches=statistics.fmean(row.micro_batches for row in _looked_at(lead, timed)),
         strata=_strata(close, {f.shape: f for f in lead.flops}),
         pauses=pauses,
         by_hand=lead.warmup_by_hand,
@@ -418,7 +427,7 @@ def _rank_work(rank: RankRecord, rows: Sequence[StepRow]) -> _Work:
         )
     graph = rank.boundary == "graph replay"
     every = rows
-    rows = [row for row in rows if row.sampled] or list(rows)
+    rows = _looked_at(rank, every)
     if graph or len({row.shape for row in rows}) == 1:
         only = counts.get(rows[0].shape) or (
             next(iter(counts.values())) if graph or len(counts) == 1 else None
@@ -427,7 +436,7 @@ def _rank_work(rank: RankRecord, rows: Sequence[StepRow]) -> _Work:
         if only is not None and not graph and only.shape != rows[0].shape:
             pairs = []
     else:
-        pairs = [(row, counts[row.shape]) for row in rows if row.shape in counts]
+        pairs = [(r, counts[r.shape]) for r in rows if r.shape in counts and r.kind == "timed"]
     if not pairs:
         return _Work(
             {},

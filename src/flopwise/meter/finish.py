@@ -321,7 +321,7 @@ def _use_what_there_is(kinds: list[str]) -> None:
     """A script that ended before the warm-up rule was met is measured on its last steps, all but the first two."""
     if "timed" in kinds:
         return
-    for i in range(min(2, len(kinds) - 1), len(kinds)):
+    for i in range(max(0, min(2, len(kinds) - 1)), len(kinds)):
         if kinds[i] == "warmup":
             kinds[i] = "timed"
 

@@ -269,10 +269,10 @@ class Session:
                 return
             started = now()
             stack, key = self._stack, id(optimizer)
-            if key in stack:  # its last step raised and never came to its end
-                del stack[stack.index(key) :]
-            elif stack:
+            if stack:  # one inside another, or its class calls super().step(), or its last step raised
                 self._nested = True
+                if key in stack:
+                    del stack[stack.index(key) :]
             stack.append(key)
             interval.calls += 1
             if len(stack) == 1:
@@ -670,7 +670,9 @@ class Session:
             self._warm_up(started)
         for observer in self.observers:
             observer(self, row)
-        if self._stride > 1 and self.phase == MEASURING and self._timed + 1 < self._target:
+        # The first timed step is always looked at: a script may end before the next one is.
+        looked = self.phase == MEASURING and flags & TIMED
+        if self._stride > 1 and looked and self._timed + 1 < self._target:
             self.brief = True
             self._until_close = self._stride - 1
             if self._sole and not self._nested:
