@@ -213,9 +213,11 @@ class Measurement:
             return None
 
     def _why_nothing(self) -> str:
-        failed = sorted(self.folder.glob("failed-*.txt"))
+        failed = [
+            text for path in sorted(self.folder.glob("failed-*.txt")) if (text := _start_of(path))
+        ]
         if failed:
-            return f"nothing was measured: {_start_of(failed[0])}"
+            return f"nothing was measured: {failed[0]}"
         if self.notes:
             return f"nothing was measured: {self.notes[0]}"
         if _full(self.folder):
