@@ -460,7 +460,17 @@ class TestSY08:
         )
         json_path = tmp_path / "run.json"
         done = subprocess.run(
-            [sys.executable, "-m", "flopwise", "run", "--json", str(json_path), "train.py"],
+            [
+                sys.executable,
+                "-m",
+                "flopwise",
+                "run",
+                "--peak",
+                "1e12",
+                "--json",
+                str(json_path),
+                "train.py",
+            ],
             cwd=tmp_path,
             env={**os.environ, "CUDA_LAUNCH_BLOCKING": "1", "COLUMNS": "150"},
             capture_output=True,
