@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from flopwise import api
+from flopwise.launch.command import Job
+from flopwise.records import run as run_records
+from flopwise.records import store
+from flopwise.records.run import RunRecord
 
 os.environ["OMP_NUM_THREADS"] = "1"
 for _name in (
@@ -32,6 +43,86 @@ def _private_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def loaded_python() -> Iterator[list[str]]:
+    """Returns the words that start a Python which has torch loaded already (tests/loaded/python.py)."""
+    program = str(Path(__file__).with_name("loaded") / "python.py")
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path is short
+        path = f"{folder}/socket"
+        command = [sys.executable, program, "--serve", path]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n"
+            yield [sys.executable, "-E", "-S", program, path]
+            server.kill()
+
+
+TRAIN = """
+import os, signal, sys, time
+import torch
+net = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def train(steps, at=lambda step: None):
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss = net(torch.ones(4, 8)).square().mean()
+        at(step)
+        loss.backward()
+        optimizer.step()
+"""
+
+
+@dataclass
+class Done:
+    """What came of a run."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def record(self) -> RunRecord:
+        return store.read(self.folder / "run.json", RunRecord, run_records.SCHEMA)
+
+    def ours(self) -> list[str]:
+        """The messages of ours, without the report."""
+        return [line for line in self.err.splitlines() if line.startswith("flopwise")]
+
+    def ranks(self) -> list[Any]:
+        return [json.loads(p.read_text()) for p in sorted((self.folder / "ranks").glob("*.json"))]
+
+
+@pytest.fixture
+def go(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    loaded_python: list[str],
+) -> Iterator[Callable[..., Done]]:
+    """A function that runs a script after TRAIN (or a command that is given the path of it) and measures it."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(
+        code: str,
+        *words: str,
+        command: Callable[[list[str]], list[str]] | None = None,
+        **options: Any,
+    ) -> Done:
+        script = tmp_path / "script.py"
+        script.write_text(TRAIN + code)
+        argv = [*loaded_python, str(script), *words]
+        job = Job(command(argv) if command else argv, "script.py", str(script), ["script.py"])
+        folder = tmp_path / "run"
+        options = {"out": str(folder), "peak": "1T"} | options
+        returned = api.run_command(job, **options)
+        out, err = capfd.readouterr()
+        return Done(returned, out, err, Path(options["out"]))
+
+    yield run
+    assert not [*tmp_path.rglob("*.tmp"), *tmp_path.rglob(".*.json.*")], "something half-written"
 
 
 @pytest.fixture
