@@ -20,7 +20,7 @@ def notes(ranks: Sequence[RankRecord], run: RunRecord) -> list[str]:
     if parameters.trained < parameters.total:
         frozen = parameters.total - parameters.trained
         found.append(
-            f"{count(frozen)}of {count(parameters.total)}parameters are frozen ({percent(frozen / parameters.total)}): "
+            f"{_short(frozen)} of {_short(parameters.total)} parameters are frozen ({percent(frozen / parameters.total)}): "
             "their gradients are not computed, so the FLOPs are those of the backward pass that ran, not three times "
             "the forward pass"
         )
@@ -30,7 +30,12 @@ def notes(ranks: Sequence[RankRecord], run: RunRecord) -> list[str]:
         rest = 6 * (parameters.total - parameters.looked_up) * tokens
         found.append(
             f"6 x parameters x tokens would be {count(rule)}FLOP a step, {count(flops)}FLOP were counted: "
-            f"{count(parameters.looked_up)}of {count(parameters.total)}parameters are an embedding, which is looked up "
+            f"{_short(parameters.looked_up)} of {_short(parameters.total)} parameters are an embedding, which is looked up "
             f"and not multiplied (without it the rule gives {count(rest)}FLOP; attention is not in it)"
         )
     return found
+
+
+def _short(n: int) -> str:
+    """Returns a count that a noun follows: `3.22 M`."""
+    return count(n).rstrip()

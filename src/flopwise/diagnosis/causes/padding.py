@@ -19,7 +19,7 @@ def find(evidence: Evidence) -> list[Finding]:
     said = [f"{percent(share)} of the positions are padding"]
     if work.tokens_per_s is not None and work.real_tokens_per_s is not None:
         said.append(
-            f"{count(work.tokens_per_s)}positions/s are {count(work.real_tokens_per_s)}tokens/s of use"
+            f"of {count(work.tokens_per_s).rstrip()} positions/s {count(work.real_tokens_per_s).rstrip()} are tokens of use"
         )
     if mfu.value is not None:
         said.append(
