@@ -32,8 +32,8 @@ from flopwise.records.verdict import Trial, TuneRecord
 ROOT = Path(__file__).resolve().parent.parent
 #: The demo should be over after this long.
 LIMIT_S = 290.0
-#: Of which the proof at the end of a tune takes some, seconds: 2 x 3 short processes.
-PROOF_S = 50.0
+#: Of which the proof at the end of a tune takes some, seconds: 2 x 4 short processes.
+PROOF_S = 60.0
 #: Below this much time a tune is not started, seconds.
 LEAST_S = 75.0
 WIDTH = 96
@@ -195,7 +195,15 @@ def tune(demo: Demo, example: Example, device: str, *, seconds: float, fix: str 
     out = demo.folder / f"{Path(example.script).stem}-{'tune-again' if fix else 'tune'}"
     words = ["tune", "--fixes", fix or example.fixes[device]]
     words += ["--budget", f"{seconds - PROOF_S:.0f}s", "--per-fix", "25s" if fix else "15s"]
-    words += ["--proof-steps", "40", "--out", shown(out), f"examples/{example.script}"]
+    words += [
+        "--processes",
+        "4",
+        "--proof-steps",
+        "40",
+        "--out",
+        shown(out),
+        f"examples/{example.script}",
+    ]
     code = demo.flopwise([*words, *shlex.split(example.arguments[device])])
     try:
         example.tuned = store.read(out / "tune.json", TuneRecord, TUNE_SCHEMA)
@@ -222,7 +230,15 @@ def again(demo: Demo, scripts: Sequence[Example], device: str) -> None:
     before = example.tuned
     tune(demo, example, device, seconds=demo.left_s(), fix=name)
     if before is not None and example.tuned is not before and example.tuned is not None:
-        others = [t for t in before.trials if t.name != name]
+        others = [
+            replace(
+                t, verdict="not proven", reason=f"{t.reason} in the trial; not in the second proof"
+            )
+            if t.verdict == "kept"
+            else t
+            for t in before.trials
+            if t.name != name
+        ]
         example.tuned = replace(example.tuned, trials=[*example.tuned.trials, *others])
 
 

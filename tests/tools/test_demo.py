@@ -93,12 +93,14 @@ def test_a_proof_that_shows_nothing_is_tried_again_and_then_said(show: Any) -> N
     assert commands[-1][:3] == ["tune", "--fixes", "bf16-autocast"]
 
 
-def test_a_second_try_can_prove_it(show: Any) -> None:
+def test_a_second_try_can_prove_one_fix_and_claims_no_other(show: Any) -> None:
+    also = replace(NOT_KEPT, verdict="kept", reason="5 % less time a step")
     code, said, _ = show(
-        tuned("not shown", KEPT, DECLINED), tuned(None, DECLINED), tuned("faster", KEPT)
+        tuned("not shown", also, KEPT, DECLINED), tuned(None, DECLINED), tuned("faster", KEPT)
     )
     assert code == 0
     assert "PROVEN bf16-autocast:" in said
+    assert "not proven fused-optimizer: 5 % less time a step in the trial" in said
 
 
 def test_a_fix_that_only_had_no_time_is_not_counted_as_declined(show: Any) -> None:
