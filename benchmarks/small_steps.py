@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from flopwise.meter.rows import Row
-from flopwise.meter.session import Config, Session
+from flopwise.meter.config import Config
+from flopwise.meter.session import Session
 
 WARMUP_STEPS = 6  # the meter's warm-up: roots found, FLOPs counted
 WASHOUT_STEPS = 3  # dropped at the head of every block, with the meter or without
@@ -141,7 +142,8 @@ class Meter:
 
     def install(self) -> None:
         """Puts the hooks back in, inert."""
-        self.session._install()
+        self.session.hooks.install()
+        self.session.graphs.install(self.session.patches)
         self.session.roots.watch_again()
 
     def remove(self) -> None:

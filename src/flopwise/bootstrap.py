@@ -33,6 +33,7 @@ def attach() -> None:
 def _attach(folder: str) -> None:
     from flopwise.errors import AttachError
     from flopwise.meter import finish, session
+    from flopwise.meter.config import Config
 
     try:
         options = finish.read_launch(folder)
@@ -42,7 +43,7 @@ def _attach(folder: str) -> None:
         ) from None
     trial: dict[str, Any] | None = options.get("trial")
     meter = session.Session(
-        session.Config(
+        Config(
             folder=folder,
             # Trials end the script themselves; until then the meter stays.
             steps=sys.maxsize if trial else options.get("steps"),

@@ -11,7 +11,8 @@ import torch
 
 from flopwise.hardware.accelerators import Peak
 from flopwise.meter import finish
-from flopwise.meter.session import Config, Session
+from flopwise.meter.config import Config
+from flopwise.meter.session import Session
 from flopwise.records.finding import Finding
 from flopwise.records.rank import RankRecord
 from flopwise.records.run import RunRecord

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from flopwise.meter import finish
-from flopwise.meter.session import Config, Session
+from flopwise.meter.config import Config
+from flopwise.meter.session import Session
 from flopwise.records.rank import RankRecord
 
 

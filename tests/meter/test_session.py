@@ -14,7 +14,8 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import flopwise
-from flopwise.meter.session import Config, Session
+from flopwise.meter.config import Config
+from flopwise.meter.session import Session
 
 
 def model() -> nn.Module:

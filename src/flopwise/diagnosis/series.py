@@ -60,7 +60,7 @@ def change(waits: Sequence[float], lengths: Sequence[float]) -> Change | None:
         return None
     size = max(1, n // 16)
     blocks = [_share(waits, lengths, at, min(at + size, n)) for at in range(0, n - size + 1, size)]
-    explained, cut = max((_explained(blocks, at), at) for at in range(1, len(blocks)))
+    explained, cut = max((_explained(blocks, at), at) for at in range(2, len(blocks) - 1))
     if explained < EXPLAINED_FRAC:
         return None
     shares = [w / max(length, 1e-12) for w, length in zip(waits, lengths, strict=True)]
@@ -80,7 +80,7 @@ def _explained(values: Sequence[float], at: int) -> float:
     n = len(values)
     mean = sum(values) / n
     total = sum((v - mean) ** 2 for v in values)
-    if total <= 0:
+    if total <= 1e-12 * n:  # rounding
         return 0.0
     first, last = values[:at], values[at:]
     a, b = sum(first) / len(first), sum(last) / len(last)

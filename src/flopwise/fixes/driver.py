@@ -23,7 +23,8 @@ from flopwise.fixes.registry import FIXES
 from flopwise.meter.found import frames_compiled
 from flopwise.meter.replay import Snapshot
 from flopwise.meter.rows import COMPILED, COUNTED, EPOCH, EVALUATION, SAVE, Row
-from flopwise.meter.session import Session, StopTraining
+from flopwise.meter.config import StopTraining
+from flopwise.meter.session import Session
 from flopwise.records.store import write_text
 from flopwise.records.verdict import Comparison, Parity, Trial
 from flopwise.trials.compare import PairedComparison

@@ -106,7 +106,7 @@ class Slot:
         assert module is not None
         if self._installed is not None and self._found is not _ABSENT and self._found is not None:
             return self._found(*args, **kwargs)
-        return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return module._call_impl(*args, **kwargs)
 
     def _look(self) -> None:
         """Gives the slot up if the script has set the module's call since: what is there now is the script's."""

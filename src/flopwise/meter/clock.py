@@ -41,7 +41,7 @@ class DeviceClock:
 
     def stamp(self) -> Stamp:
         """Returns a stamp of now, in the order of the device's work."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         self._last = Stamp(event, self._last)
         return self._last

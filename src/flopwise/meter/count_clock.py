@@ -174,7 +174,7 @@ def _weight(sample: Sample) -> float:
 
 
 def _initialised() -> bool:
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return bool(torch.cuda.is_initialized())
 
 
 def _cuda_device(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:

@@ -153,7 +153,7 @@ def _backward(loss: torch.Tensor, real: nn.Module) -> None:
         return
     before = [(p, p.grad) for p in (*real.parameters(), *leaves)]
     try:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     finally:
         for parameter, grad in before:
             parameter.grad = grad
@@ -227,7 +227,7 @@ def _autocast_without_cache() -> Iterator[None]:
 
 
 def _random_states() -> tuple[Any, ...]:
-    ready = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    ready = torch.cuda.is_available() and torch.cuda.is_initialized()
     cuda = torch.cuda.get_rng_state_all() if ready else None
     numpy_random = sys.modules.get("numpy.random")
     numpy_state = numpy_random.get_state() if numpy_random is not None else None

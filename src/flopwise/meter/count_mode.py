@@ -48,7 +48,7 @@ class OpCounter(TorchDispatchMode):
     def __init__(
         self, roles: Roles, timed: bool, in_place: bool = False, fake: bool = False
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.active = True
         self.observer: Callable[[str, Any, Any, Any], None] | None = None  # told of every op
         self.tally = Tally()

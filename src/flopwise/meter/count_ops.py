@@ -34,7 +34,7 @@ class Op:
 def look_up(func: Any) -> Op:
     """Returns what is known about an overload or a higher-order op."""
     if isinstance(func, HigherOrderOperator):
-        name = f"higher_order::{func.name()}"  # type: ignore[no-untyped-call]
+        name = f"higher_order::{func.name()}"
         rule, names = RULES.get(name), tuple(_HIGHER_ORDER_ARGS.get(name, "").split())
         return Op(name, rule, False, False, names, False, torch_formulas().get(func))
     name = func._schema.name
@@ -167,7 +167,7 @@ def _is_composite(func: Any) -> bool:
 
 def _has_tensor_cores_for_tf32() -> bool:
     try:
-        ready = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        ready = torch.cuda.is_initialized()
         return bool(ready) and torch.cuda.get_device_capability()[0] >= 8
     except Exception:
         return False

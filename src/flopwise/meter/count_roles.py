@@ -63,7 +63,7 @@ class Roles:
 
         self._engine, self._watch = engine, run_backward
         known = (engine, getattr(torch.autograd.graph, "_engine_run_backward", None))
-        self._engine_codes = {f.__code__ for f in known if hasattr(f, "__code__")}
+        self._engine_codes = {f.__code__ for f in known if f is not None and hasattr(f, "__code__")}
         torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
 
     def remove(self) -> None:

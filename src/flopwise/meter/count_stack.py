@@ -24,7 +24,7 @@ def insert(mode: TorchDispatchMode) -> None:
     try:
         above = _take_off(_user_modes())
         try:
-            mode.__enter__()  # type: ignore[no-untyped-call]
+            mode.__enter__()
         finally:
             for other in reversed(above):
                 dispatch._push_mode(other)
@@ -49,7 +49,7 @@ def remove(mode: TorchDispatchMode) -> None:
         )
     index = next(i for i, m in enumerate(modes) if m is mode)
     above = _take_off(modes[index + 1 :])
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    mode.__exit__(None, None, None)
     for other in reversed(above):
         dispatch._push_mode(other)
     _tell_truth()

@@ -424,7 +424,7 @@ def _matmul_precision() -> str:
 
 def _nccl_version() -> str | None:
     try:
-        version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        version: Any = torch.cuda.nccl.version()
     except Exception:
         return None
     return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)

@@ -48,12 +48,12 @@ class Graphs:
     def _begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
             if self._session.live and not _called_by_inductor():
-                self._session._leave_sole()
+                self._session.leave_sole()
                 self.capturing = True
                 self._holds_step = False
             result = original(graph, *args, **kwargs)
             if self.capturing and self._session.config.count:
-                self._session._guard(self._start_count)
+                self._session.guard(self._start_count)
             return result
 
         return capture_begin

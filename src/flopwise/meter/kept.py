@@ -25,7 +25,7 @@ class Rng:
 
     def __init__(self, devices: set[int] | None = None) -> None:
         if devices is None:
-            in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            in_use = torch.cuda.is_initialized()
             devices = {torch.cuda.current_device()} if in_use else set()
         self.torch = torch.get_rng_state()
         self.cuda = {index: torch.cuda.get_rng_state(index) for index in devices}

@@ -15,29 +15,26 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim import optimizer as torch_optimizer
-from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flopwise.meter import finish, marks, selftest
 from flopwise.meter.clock import DeviceClock
+from flopwise.meter.config import Config, StopTraining
 from flopwise.meter.counting import Counting
-from flopwise.meter.found import Reading, describe_batch, frames_compiled, read_roots, real_tokens
+from flopwise.meter.found import Reading, frames_compiled, read_roots
+from flopwise.meter.fresh import FreshGradients
 from flopwise.meter.graphs import Graphs
+from flopwise.meter.hooks import Hooks
+from flopwise.meter.own_cost import call_cost_ns
 from flopwise.meter.patches import Patches, never_compiled
 from flopwise.meter.reads import Reads
 from flopwise.meter.roots import Roots
 from flopwise.meter.rows import (
     COMPILED,
     COUNTED,
-    EPOCH,
-    EVALUATION,
     SAVE,
-    SKIPPED,
     TIMED,
     Brief,
     Interval,
@@ -58,36 +55,9 @@ CLOSE_LOOK_NS = 250_000_000
 #: But in a measurement of N steps at least this often, and never more seldom than every 128th step.
 CLOSE_LOOKS = 8
 LONGEST_STRIDE = 128
-#: Losses kept for the report and for comparing runs.
-LOSSES_KEPT = 64
 
 
-@dataclass(frozen=True)
-class Config:
-    """What to measure."""
-
-    folder: str | None = None  # the run folder; None: keep the record in memory (`Session.record`)
-    steps: int | None = (
-        None  # time exactly this many; None: 50 or more over at least 5 s, at most 60 s
-    )
-    warmup: int | None = None  # drop exactly this many; None: by rule
-    stop_after: bool = False  # end the script once measured
-    count: bool = True
-    telemetry: bool = True
-    stride: int | None = None  # look closely at every n-th timed step; None: by rule
-    default_steps: int = 50
-    min_window_s: float = 5.0
-    max_window_s: float = 60.0
-
-
-class StopTraining(SystemExit):
-    """Ends a script after its measurement: an exit with code 0, so that its own clean-up runs."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-
-class _Fast:
+class Fast:
     """What the optimizer hook needs in steps of which only the end is noted, where one optimizer alone ends them."""
 
     __slots__ = ("ends", "left", "on", "sole")
@@ -131,13 +101,11 @@ class Session:
         self.autocast: torch.dtype | None = None  # put around the forward by a fix
         self.plan: Any = None  # fixes to apply once the modules are known; has `apply()`
         self.interval = Interval()
+        self.fast = Fast()
+        self.hooks = Hooks(self)
         self._identities: dict[int, int] = {}
-        self._events = 0  # optimizer events, nested ones not counted
-        self._stack: list[int] = []  # optimizers inside their step
-        self._optimizer_from = 0
-        self._backward_depth = 0
-        self._backward_in_optimizer_ns = 0
-        self._watch: tuple[torch.Tensor, int, int] | None = None
+        self.events = 0  # optimizer events, nested ones not counted
+        self.fresh = FreshGradients()
         self._last_ns = now()
         self._last_event: Any = None
         self._clock: DeviceClock | None = None
@@ -148,12 +116,10 @@ class Session:
         self.brief = False  # the running interval is only counted
         # From when to when such intervals waited for data: all of them, so that a stall at every n-th is not missed.
         self.waits: list[tuple[int, int]] = []
-        self._fast = _Fast()
         self._stride = 1  # every how many steps one is looked at closely
         self._until_close = 0
         self._target = sys.maxsize if config.steps is None else config.steps
         self._sole = 0  # id of the optimizer that alone ends steps, while that is established
-        self._nested = False  # an optimizer has stepped inside another one's step
         self._written_at = 0
         self._brief_own_ns = 0
         self._warned = False
@@ -178,7 +144,7 @@ class Session:
                 f"cannot measure with torch {torch.__version__}: {'; '.join(problems)}. "
                 "The script runs unmeasured; a newer flopwise may know this torch"
             )
-        self._own_call_ns = _call_cost_ns()
+        self._own_call_ns = call_cost_ns()
         try:
             self._begin()
         except BaseException:
@@ -189,7 +155,9 @@ class Session:
     def _begin(self) -> None:
         self.live = True
         marks.current = self
-        self._install()
+        self.hooks.install()
+        self.graphs.install(self.patches)
+        self.surroundings.install(self.patches)
         if self.config.folder is not None:
             atexit.register(self.close)
             os.register_at_fork(after_in_child=self._after_fork)
@@ -197,9 +165,9 @@ class Session:
 
     def detach(self) -> None:
         """Takes every hook out again."""
-        if self._fast.on:
-            self._leave_fast()
-        self.live = self.brief = self._fast.on = False
+        if self.fast.on:
+            self.leave_fast()
+        self.live = self.brief = self.fast.on = False
         self.phase = DONE
         self.surroundings.close()
         self.counting.abandon()
@@ -212,226 +180,21 @@ class Session:
     @property
     def in_backward(self) -> bool:
         """Whether a backward pass is under way."""
-        return self._backward_depth > 0
+        return self.hooks.in_backward
 
     @property
     def watched_leaf(self) -> Any:
         """The parameter that shows when gradients are fresh, while no optimizer of torch's has stepped."""
-        return self._watch[0] if self._watch is not None else None
+        return self.fresh.leaf
+
+    def device_ran_dry(self) -> bool | None:
+        """Returns whether the device has done all that was issued up to the last step's end; None: unknown."""
+        return self._last_event.passed() if self._last_event is not None else None
 
     def note(self, text: str) -> None:
         """Keeps a remark for the report, once."""
         if text not in self.notes:
             self.notes.append(text)
-
-    def _install(self) -> None:
-        patches = self.patches
-        before, after = self._optimizer_hooks()
-        handle = torch_optimizer.register_optimizer_step_pre_hook(before)
-        patches.hold(handle.remove, "hook: every optimizer, before step")
-        handle = torch_optimizer.register_optimizer_step_post_hook(after)
-        patches.hold(handle.remove, "hook: every optimizer, after step")
-        patches.replace(
-            torch.autograd,
-            "backward",
-            self._backward(torch.autograd.backward),
-            "torch.autograd.backward",
-        )
-        patches.replace(
-            _BaseDataLoaderIter,
-            "__next__",
-            self._next_batch(_BaseDataLoaderIter.__next__),
-            "DataLoader iterator __next__",
-        )
-        patches.replace(
-            DataLoader, "__iter__", self._start_loader(DataLoader.__iter__), "DataLoader.__iter__"
-        )
-        patches.replace(
-            torch.amp.GradScaler,
-            "step",
-            self._scaler_step(torch.amp.GradScaler.step),
-            "GradScaler.step",
-        )
-        patches.replace(torch, "save", self._flagging(torch.save, SAVE), "torch.save")
-        patches.replace(
-            torch.nn.Module, "eval", self._flagging(torch.nn.Module.eval, EVALUATION), "Module.eval"
-        )
-        self.graphs.install(patches)
-        self.surroundings.install(patches)
-
-    # ------------------------------------------------------------------ hooks
-
-    def _optimizer_hooks(self) -> tuple[Callable[..., None], Callable[..., None]]:
-        fast, interval = self._fast, self.interval
-
-        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if fast.on or not self.live or (self.brief and not self._nested):
-                return
-            started = now()
-            stack, key = self._stack, id(optimizer)
-            if stack:  # one inside another, or its class calls super().step(), or its last step raised
-                self._nested = True
-                if key in stack:
-                    del stack[stack.index(key) :]
-            stack.append(key)
-            interval.calls += 1
-            if len(stack) == 1:
-                self._backward_in_optimizer_ns = 0
-                self._optimizer_from = now()
-                interval.own_ns += self._optimizer_from - started
-
-        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if fast.on:
-                if id(optimizer) == fast.sole:
-                    fast.ends.append(now())
-                    fast.left -= 1
-                    if fast.left <= 0 or interval.flags:
-                        self._guard(self._leave_fast)
-                    return
-                self._guard(self._leave_fast)
-            if not self.live:
-                return
-            started = now()
-            if self.brief and not self._nested:
-                if not self.graphs.capturing:
-                    self._optimizer_event(optimizer, started)
-                return
-            stack, key = self._stack, id(optimizer)
-            if key not in stack:
-                return
-            del stack[stack.index(key) :]
-            if stack:
-                return
-            interval.calls += 1
-            interval.optimizer_ns += started - self._optimizer_from - self._backward_in_optimizer_ns
-            if self.graphs.capturing:
-                self.graphs.saw_step()
-                return
-            self._optimizer_event(optimizer, started)
-
-        for hook in (before, after):
-            never_compiled(hook, nor_what_it_calls=True)
-        return before, after
-
-    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.brief or not self.live or self._backward_depth:
-                return original(tensors, *args, **kwargs)
-            started = now()
-            if self._events == 0 and self.mode != "mark":
-                self._guard(self._backward_before_any_optimizer, tensors, started)
-            interval = self.interval
-            interval.calls += 1
-            if interval.forward_from_ns:
-                interval.forward_ns += started - interval.forward_from_ns
-                interval.forward_from_ns = 0
-            if interval.backwards == 0 and len(self.losses) < LOSSES_KEPT:
-                self._guard(self._keep_loss, tensors)
-            self._backward_depth = 1
-            entered = now()
-            try:
-                return original(tensors, *args, **kwargs)
-            finally:
-                left = now()
-                self._backward_depth = 0
-                interval = self.interval
-                interval.backward_ns += left - entered
-                interval.backwards += 1
-                if self._stack:
-                    self._backward_in_optimizer_ns += left - started
-                if self._watch is not None:
-                    self._remember_watch()
-                interval.own_ns += now() - left + entered - started
-
-        return _like(backward, original)
-
-    def _next_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def __next__(iterator: Any) -> Any:
-            if not self.live:
-                return original(iterator)
-            entered = now()
-            if self.brief and torch.is_grad_enabled():
-                batch = original(iterator)
-                self.waits.append((entered, now()))
-                return batch
-            batch = original(iterator)
-            left = now()
-            if self.live:
-                self._guard(self._batch_arrived, batch, entered, left)
-            return batch
-
-        return _like(__next__, original)
-
-    def _batch_arrived(self, batch: Any, entered: int, left: int) -> None:
-        self._stack.clear()  # a step that raised was left behind
-        interval = self.interval
-        interval.calls += 1
-        if not torch.is_grad_enabled():
-            interval.flags |= EVALUATION
-            interval.pause_ns += left - entered
-            return
-        interval.data_ns += left - entered
-        found = describe_batch(batch)
-        if found.samples is not None:
-            interval.loader_samples += found.samples
-        if self.reading.has_embedding and found.ids is not None:
-            interval.loader_tokens += found.ids.numel()
-            real = real_tokens(found, self.reading.padding_idx)
-            if real is not None:
-                interval.real_tokens += real
-        if self._last_event is not None and not interval.backwards and not interval.forward_from_ns:
-            interval.data_dry = self._last_event.passed()
-        interval.own_ns += now() - left
-
-    def _start_loader(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def __iter__(loader: Any) -> Any:
-            if not self.live:
-                return original(loader)
-            entered = now()
-            if torch.is_grad_enabled():
-                iterator = self.surroundings.start_loader(original, loader)
-            else:
-                iterator = original(loader)
-            if self.live:
-                interval = self.interval
-                interval.calls += 1
-                interval.pause_ns += now() - entered
-                if torch.is_grad_enabled():
-                    interval.flags |= EPOCH
-                    self.loaders.add(loader)
-                else:
-                    interval.flags |= EVALUATION
-            return iterator
-
-        return _like(__iter__, original)
-
-    def _scaler_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.live:
-                return original(scaler, optimizer, *args, **kwargs)
-            self.uses_scaler = True
-            before = self._events
-            result = original(scaler, optimizer, *args, **kwargs)
-            self._leave_sole()
-            if self.live and self._events == before and not self._stack:
-                self.interval.flags |= SKIPPED
-                self._optimizer_event(optimizer, now())
-            return result
-
-        return _like(step, original)
-
-    def _flagging(self, original: Callable[..., Any], flag: int) -> Callable[..., Any]:
-        def flagged(*args: Any, **kwargs: Any) -> Any:
-            if not self.live:
-                return original(*args, **kwargs)
-            self.interval.flags |= flag
-            entered = now()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self.interval.pause_ns += now() - entered
-
-        return _like(flagged, original)
 
     # ------------------------------------------------------------------ steps
 
@@ -441,13 +204,25 @@ class Session:
             return
         started = now()
         if self.mode != "mark":
-            self._leave_sole()
+            self.leave_sole()
             self._restart("mark")
         self.boundaries.total += 1
-        self._guard(self._boundary, started)
+        self.guard(self._boundary, started)
 
-    def _optimizer_event(self, optimizer: Any, started: int) -> None:
-        self._events += 1
+    def backward_starts(self, tensors: Any, started: int) -> None:
+        """A backward begins: without an optimizer of torch's it may be what begins a step."""
+        if self.events or self.mode == "mark":
+            self.fresh.forget()
+        elif self.fresh.begins_step(tensors):
+            self.mode = self.mode or "backward"
+            self.boundaries.total += 1
+            self._boundary(started)
+        elif self.fresh.leaf is not None:
+            self.device = self.fresh.leaf.device
+
+    def optimizer_stepped(self, optimizer: Any, started: int) -> None:
+        """An optimizer has stepped, or a GradScaler has skipped its step."""
+        self.events += 1
         if self.mode in ("mark", "replay"):
             return
         try:
@@ -467,7 +242,7 @@ class Session:
             settled = self.boundaries.settled
             ends = self.boundaries.feed(identity)
             if self.boundaries.settled != settled:
-                self._leave_sole()
+                self.leave_sole()
                 self._align_rows()
             if ends:
                 self._boundary(started)
@@ -478,11 +253,11 @@ class Session:
 
     def graph_replayed(self, started: int) -> None:
         """A CUDA graph that holds an optimizer step was replayed: that is a step."""
-        self._events += 1
+        self.events += 1
         if self.mode == "mark":
             return
         if self.mode != "replay":
-            self._leave_sole()
+            self.leave_sole()
             # The eager steps before the capture are another regime: they stay counted, as warm-up.
             self.mode = "replay"
             self.boundaries.close()
@@ -492,11 +267,11 @@ class Session:
             self._first_replay = len(self.rows)
             self.counting.tried = self.counting.settled = True
         self.boundaries.total += 1
-        self._guard(self._boundary, started)
+        self.guard(self._boundary, started)
 
     def _meet(self, identity: int, optimizer: torch.optim.Optimizer) -> None:
         if not self.optimizers and self.config.folder is not None:
-            self.patches.replace(os, "_exit", self._exit(os._exit), "os._exit")
+            self.hooks.watch_exit()
             self.identity = (
                 finish.identity()
             )  # a process group may be gone when the record is built
@@ -521,48 +296,17 @@ class Session:
         self._timed = 0
         self.interval.clear()
 
-    def _backward_before_any_optimizer(self, tensors: Any, started: int) -> None:
-        """No optimizer of torch's has stepped yet: a backward that starts on fresh gradients begins a new step."""
-        if self._watch is None:
-            leaf = _first_leaf(tensors)
-            if leaf is None:
-                return
-            self.device = leaf.device
-            self._watch = (leaf, -1, -1)
-            return
-        leaf, version, grad_version = self._watch
-        grad = leaf.grad
-        fresh = grad is None or leaf._version != version or grad._version != grad_version
-        if fresh:
-            if self.mode is None:
-                self.mode = "backward"
-            self.boundaries.total += 1
-            self._boundary(started)
-
-    def _remember_watch(self) -> None:
-        assert self._watch is not None
-        if self._events:
-            self._watch = None
-            return
-        leaf = self._watch[0]
-        self._watch = (leaf, leaf._version, leaf.grad._version if leaf.grad is not None else -1)
-
-    def _keep_loss(self, tensors: Any) -> None:
-        loss = tensors[0] if isinstance(tensors, Sequence) and tensors else tensors
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self.losses.append(loss.detach())
-
     # ------------------------------------------------------------------ the end of a step
 
-    def _leave_sole(self) -> None:
+    def leave_sole(self) -> None:
         """Another signal than the one optimizer's steps has to be heeded from now on."""
         self._sole = 0
-        if self._fast.on:
-            self._leave_fast()
+        if self.fast.on:
+            self.leave_fast()
 
-    def _leave_fast(self) -> None:
+    def leave_fast(self) -> None:
         """Books the steps whose ends were only noted, and looks closely at the next one if that is due."""
-        fast, interval = self._fast, self.interval
+        fast, interval = self.fast, self.interval
         started = now()
         ends, fast.ends = fast.ends, []
         fast.on = False
@@ -576,7 +320,7 @@ class Session:
             self.rows[-1] = Brief(ends[-1], flags | interval.flags, None)
             interval.clear()
         n = len(ends)
-        self._events += n
+        self.events += n
         self.boundaries.total += n
         self._timed += sum(not row.flags & (COUNTED | SAVE) for row in self.rows[-n:]) if n else 0
         self._until_close -= n
@@ -675,10 +419,10 @@ class Session:
         if self._stride > 1 and looked and self._timed + 1 < self._target:
             self.brief = True
             self._until_close = self._stride - 1
-            if self._sole and not self._nested:
-                self._fast.sole = self._sole
-                self._fast.left = min(self._until_close, self._target - self._timed - 1)
-                self._fast.on = True
+            if self._sole and not self.hooks.nested:
+                self.fast.sole = self._sole
+                self.fast.left = min(self._until_close, self._target - self._timed - 1)
+                self.fast.on = True
         interval.own_ns += now() - started
         if self.phase == STOPPING:
             self._stop_if_due()
@@ -812,13 +556,6 @@ class Session:
         except Exception as error:
             self._complain(error)
 
-    def _exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def _exit(status: int) -> Any:
-            self.close()
-            return original(status)
-
-        return _like(_exit, original)
-
     def _after_fork(self) -> None:
         """In a forked child: nothing of the parent's measurement is ours, and a child that trains starts anew."""
         if self.phase == DONE:
@@ -829,18 +566,22 @@ class Session:
         self.detach()
         child = Session(self.config)
         child._own_call_ns = self._own_call_ns
-        child._guard(child._begin)
+        child.guard(child._begin)
 
     @property
     def _begun(self) -> bool:
         """Whether anything of a training has been seen."""
         return bool(
-            self.optimizers or self.boundaries.total or self._watch or self.loaders or self.losses
+            self.optimizers
+            or self.boundaries.total
+            or self.fresh.leaf is not None
+            or self.loaders
+            or self.losses
         )
 
     # ------------------------------------------------------------------ faults
 
-    def _guard(self, function: Callable[..., None], *args: Any) -> None:
+    def guard(self, function: Callable[..., None], *args: Any) -> None:
         """Calls `function`; whatever it raises ends the measurement and nothing else."""
         try:
             function(*args)
@@ -872,68 +613,6 @@ class Session:
             pass
 
 
-def _like(replacement: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives a replacement the name and the documentation of what it replaces."""
-    for attribute in ("__name__", "__qualname__", "__doc__", "__module__", "__signature__"):
-        try:
-            setattr(replacement, attribute, getattr(original, attribute))
-        except (AttributeError, TypeError):
-            continue
-    replacement.__wrapped__ = original  # type: ignore[attr-defined]
-    return never_compiled(replacement, nor_what_it_calls=False)
-
-
-for _ours in (Session._guard, Session._remember_watch, Session.mark, Session._optimizer_event):
+# Called from hooks: Dynamo must not try to compile what they do.
+for _ours in (Session.guard, Session.mark, Session.optimizer_stepped):
     never_compiled(_ours, nor_what_it_calls=True)
-
-
-def _first_leaf(tensors: Any) -> torch.Tensor | None:
-    """Returns a leaf that the gradients of `tensors` will reach, by a walk of at most 2,000 nodes."""
-    first = tensors[0] if isinstance(tensors, Sequence) and tensors else tensors
-    todo = [getattr(first, "grad_fn", None)]
-    for _ in range(2000):
-        if not todo:
-            return None
-        node = todo.pop()
-        if node is None:
-            continue
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor) and variable.is_leaf:
-            return variable
-        todo.extend(function for function, _ in node.next_functions)
-    return None
-
-
-def _call_cost_ns() -> int:
-    """Returns what it costs on average to pass one of our hooks: a part of our overhead that no clock inside sees.
-
-    Five are passed in a step: a hooked module, two optimizer hooks, and the wrappers of backward and of the loader.
-    """
-
-    def inner(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    def outer(*args: Any, **kwargs: Any) -> None:
-        return inner(*args, **kwargs)
-
-    bare, hooked = torch.nn.Identity(), torch.nn.Identity()
-    hooked.register_forward_pre_hook(inner, with_kwargs=True)
-    wrapper = max(0, _quickest_ns(lambda: outer(None)) - _quickest_ns(lambda: inner(None)))
-    hook = max(0, _quickest_ns(lambda: hooked(None)) - _quickest_ns(lambda: bare(None)))
-    return (hook + 4 * wrapper) // 5 + _clock_cost_ns()
-
-
-def _clock_cost_ns() -> int:
-    """Returns what one read of the clock costs here."""
-    return _quickest_ns(now)
-
-
-def _quickest_ns(function: Callable[[], Any]) -> int:
-    """Returns the ns of one call, from the quickest of a few short loops: a preemption must not look like a cost."""
-    loops = []
-    for _ in range(5):
-        started = now()
-        for _ in range(50):
-            function()
-        loops.append((now() - started) // 50)
-    return min(loops)

@@ -69,7 +69,7 @@ class Switches:
             self._states[PROFILER] = "torch.profiler or torch.autograd.profiler"
         if torch.are_deterministic_algorithms_enabled():
             self._states[DETERMINISTIC] = "torch.use_deterministic_algorithms(True)"
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized():
             mode = torch.cuda.get_sync_debug_mode()
             if mode:
                 self._states[SYNC_DEBUG] = f"torch.cuda.set_sync_debug_mode({mode})"
