@@ -18,4 +18,4 @@ class Finding:
     evidence: str  # what was seen, with its numbers
     advice: str  # what to do
     predicted_gain_frac: float | None  # 1 - t_new / t_old, at most, if only this were cured
-    certainty: str  # "measured" | "counted in one step" | "seen"
+    certainty: str  # "measured" | "counted" | "seen"
