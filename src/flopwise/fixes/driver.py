@@ -20,10 +20,10 @@ import torch
 from flopwise.fixes.application import facts_of, scene_of
 from flopwise.fixes.interface import Applied, Declined, Facts, Fix
 from flopwise.fixes.registry import FIXES
+from flopwise.meter.config import StopTraining
 from flopwise.meter.found import frames_compiled
 from flopwise.meter.replay import Snapshot
 from flopwise.meter.rows import COMPILED, COUNTED, EPOCH, EVALUATION, SAVE, Row
-from flopwise.meter.config import StopTraining
 from flopwise.meter.session import Session
 from flopwise.records.store import write_text
 from flopwise.records.verdict import Comparison, Parity, Trial
@@ -34,6 +34,7 @@ from flopwise.trials.schedule import BlockPlan, Schedule, plan_blocks
 UNSTEADY = EVALUATION | SAVE | EPOCH | COMPILED | COUNTED
 #: Steady steps that the block length is planned from.
 PLANNING_STEPS = 24
+FEWEST_STEADY = 8  # of them; with fewer nothing can be planned
 WASHOUT_STEPS = 2
 MIN_PAIRS = 8
 MAX_PAIRS = 40
@@ -80,9 +81,9 @@ class Driver:
         yield from self._until_known()
         # What the script does by itself, before any fix of ours compiles or casts anything.
         self._facts = facts_of(self._session, self._session.roots.autocast)
-        plan = yield from self._plan()
-        if self._with_aa:
-            self._aa = yield from self._aa_trial(plan)
+        rows = yield from self._steady(PLANNING_STEPS)
+        if self._with_aa and len(rows) >= FEWEST_STEADY:
+            self._aa = yield from self._aa_trial(self._blocks(rows))
             self._write("running")
         for kind in self._fixes:
             fix = kind()
@@ -94,6 +95,11 @@ class Driver:
 
     def _try(self, fix: Fix) -> Steps:
         rows = yield from self._steady(PLANNING_STEPS)
+        if len(rows) < FEWEST_STEADY:
+            self._add(
+                fix, "declined", f"only {len(rows)} of {20 * PLANNING_STEPS} steps were steady ones"
+            )
+            return
         scene = dataclasses.replace(scene_of(self._session, rows), facts=self._facts)
         answer = fix.check(scene)
         if isinstance(answer, Declined):
@@ -252,9 +258,9 @@ class Driver:
         session = self._session
         for _ in range(200):
             row = yield
-            if session.boundaries_known() and session.roots.settled and len(session.rows) >= 5:
-                if not row.flags & UNSTEADY:
-                    return
+            known = session.boundaries_known() and session.roots.settled
+            if known and len(session.rows) >= 5 and not row.flags & UNSTEADY:
+                return
 
     def _steady(self, n: int) -> Steps:
         """Waits for n steady steps and returns their rows, the row before them first."""
@@ -268,10 +274,6 @@ class Driver:
             if len(rows) == n:
                 break
         return rows
-
-    def _plan(self) -> Steps:
-        rows = yield from self._steady(PLANNING_STEPS)
-        return self._blocks(rows)
 
     def _blocks(self, rows: list[Row]) -> BlockPlan:
         """Returns how long blocks should be; `rows` carry the length of their step in `end_ns`."""

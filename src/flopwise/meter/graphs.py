@@ -83,9 +83,8 @@ class Graphs:
 
         def replay(graph: Any) -> Any:
             result = original(graph)
-            if numbers and self._session.live:
-                if id(graph) in numbers:
-                    self._session.graph_replayed(now())
+            if numbers and self._session.live and id(graph) in numbers:
+                self._session.graph_replayed(now())
             return result
 
         return replay
