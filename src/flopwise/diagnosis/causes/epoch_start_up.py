@@ -19,7 +19,8 @@ def find(evidence: Evidence) -> list[Finding]:
     if not starts:
         return []
     lost_s = [_lost_s(row, evidence) for row in starts]
-    whole_s = sum(row.ns for row in (*evidence.timed, *starts)) * 1e-9
+    steps_s = evidence.run.step_s.mean * (len(evidence.timed) + len(starts))
+    whole_s = steps_s + sum(lost_s)
     share, mean_s = sum(lost_s) / whole_s, sum(lost_s) / len(lost_s)
     if share < LEAST_FRAC or mean_s < LEAST_S:
         return []
