@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,8 +19,10 @@ import pytest
 
 from flopwise import api
 from flopwise.launch.command import Job
+from flopwise.records import rank as rank_records
 from flopwise.records import run as run_records
 from flopwise.records import store
+from flopwise.records.rank import FlopCount, RankRecord, StepRow, Telemetry
 from flopwise.records.run import RunRecord
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -55,7 +58,7 @@ def loaded_python() -> Iterator[list[str]]:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None
             assert server.stdout.readline() == "ready\n"
-            yield [sys.executable, "-E", "-S", program, path]
+            yield [sys.executable, program, path]
             server.kill()
 
 
@@ -72,6 +75,52 @@ def train(steps, at=lambda step: None):
         loss.backward()
         optimizer.step()
 """
+
+
+@pytest.fixture(scope="session")
+def make_rank() -> Callable[..., RankRecord]:
+    """Returns a function that makes a rank record: 20 steps of 10 ms with 1 GFLOP each, unless told otherwise."""
+
+    def make(
+        *,
+        steps: int = 20,
+        step_ns: int = 10_000_000,
+        flops: int = 10**9,
+        dtype: str = "fp32",
+        **fields: Any,
+    ) -> RankRecord:
+        row = StepRow(
+            step_ns, step_ns, "timed", "4x8 float32", 1, 4, backward_ns=step_ns // 2, own_ns=1000
+        )
+        work = {dtype: flops}
+        count = FlopCount(
+            "4x8 float32",
+            "eager step",
+            work,
+            work,
+            work,
+            0,
+            1.0,
+            "op time",
+            [],
+            {"aten::mm": flops},
+            None,
+        )
+        made: dict[str, Any] = {
+            "schema": rank_records.SCHEMA, "rank": 0, "world_size": 1, "local_rank": 0,
+            "host": socket.gethostname(), "pid": 100, "argv": ["train.py"], "python": "3.12.1",
+            "torch": "2.13.0+cpu", "cuda": None, "nccl": None, "device_type": "cpu", "device_name": None,
+            "device_index": None, "cpu_threads": 1, "cpu_cores": 4, "boundary": "optimizer",
+            "status": "complete", "clock": "host clock", "steps_seen": steps + 1,
+            "rows": [row] * steps, "flops": [count], "telemetry": Telemetry(reason="none here"),
+            "allocated_peak_bytes": None, "reserved_peak_bytes": None, "device_total_bytes": None,
+            "host_rss_peak_bytes": 1000, "attach_ns": 10**7, "losses": [2.0, 1.0], "patches": ["a hook"],
+            "notes": [], "warmup_rule": "none", "warmup_by_hand": False, "counted_from": "the loader",
+            "float32_matmul_precision": "highest",
+        }  # fmt: skip
+        return RankRecord(**(made | fields))
+
+    return make
 
 
 @dataclass
