@@ -1,0 +1,373 @@
+"""From rank records to one run record: what is averaged, what is chosen, and what is never given out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flopwise import summary
+from flopwise.errors import NothingMeasuredError
+from flopwise.hardware.accelerators import Peak
+from flopwise.records import ceilings as ceilings_records
+from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
+from flopwise.records.rank import FlopCount, RankRecord, StepRow, Telemetry
+from flopwise.records.run import RunRecord
+from flopwise.summary import Context, one_per_rank
+
+MakeRank = Callable[..., RankRecord]
+
+CONTEXT = Context(["flopwise", "run", "train.py"], "train.py", created="2026-01-01T00:00:00+00:00")
+ONE_TERA = replace(CONTEXT, peak=Peak(1e12, "fp32", "--peak", "given"))
+CPU = CeilingsRecord(
+    ceilings_records.SCHEMA, "0", "2026-01-01", "cpu", "a CPU", "2.13.0+cpu", None, None, 1, 4, 1.0,
+    [GemmCeiling("fp32", 4e11, "1024x1024x1024 nn"), GemmCeiling("bf16", 2e11, "1024x1024x1024 nn")],
+    None, None, None, None, None,
+)  # fmt: skip
+
+
+def summarise(*ranks: RankRecord, context: Context = ONE_TERA) -> RunRecord:
+    return summary.summarise(ranks, context)
+
+
+# ---------------------------------------------------------------------- numbers
+
+
+def test_one_rank(make_rank: MakeRank) -> None:
+    record = summarise(make_rank())  # 20 steps of 10 ms, 1 GFLOP and 4 samples in each
+    assert record.step_s.mean == pytest.approx(0.01)
+    assert record.throughput.steps_per_s == pytest.approx(100)
+    assert record.throughput.samples_per_s == pytest.approx(400)
+    assert record.mfu.value == pytest.approx(1e9 / 0.01 / 1e12)
+    assert record.mfu.achieved_flops_per_s == pytest.approx(1e11)
+    assert record.phases.backward_s == pytest.approx(0.005)
+    assert record.steps.timed == 20
+    assert record.complete
+
+
+def test_work_of_two_ranks_adds_up_and_times_are_averaged(make_rank: MakeRank) -> None:
+    record = summarise(
+        make_rank(world_size=2, pid=1),
+        make_rank(world_size=2, pid=2, rank=1, step_ns=30_000_000, flops=3 * 10**9),
+    )
+    assert record.step_s.mean == pytest.approx(0.02)
+    assert record.throughput.samples_per_step == 8
+    assert record.throughput.samples_per_s == pytest.approx(8 / 0.02)
+    assert record.mfu.model_flops_per_step == 4 * 10**9
+    assert record.mfu.value == pytest.approx(4e9 / (2 * 0.02) / 1e12)
+    assert [r.step_s_mean for r in record.ranks] == pytest.approx([0.01, 0.03])
+
+
+def test_skipped_steps_are_time_and_no_flops(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    rows = [replace(row, skipped=i < 5) for i, row in enumerate(rank.rows)]
+    record = summarise(replace(rank, rows=rows))
+    assert record.mfu.value == pytest.approx(0.75 * 0.1)
+    assert record.steps.skipped_by_scaler == 5
+    assert any("5 of 20 timed steps were skipped" in note for note in record.notes)
+
+
+def test_steps_that_were_only_counted_take_part_in_time_and_work(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    brief = StepRow(20_000_000, 20_000_000, "timed", sampled=False)
+    record = summarise(replace(rank, rows=[rank.rows[0], *[brief] * 19]))
+    assert record.step_s.mean == pytest.approx((0.01 + 19 * 0.02) / 20)
+    assert record.throughput.samples_per_step == 4
+    assert record.mfu.value == pytest.approx(1e9 / record.step_s.mean / 1e12)
+
+
+def test_what_is_in_a_step_is_known_from_the_warm_up_if_need_be(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    warm = replace(rank.rows[0], kind="warmup", ns=90_000_000)
+    brief = StepRow(20_000_000, 20_000_000, "timed", sampled=False)
+    record = summarise(replace(rank, rows=[warm, *[brief] * 9]))
+    assert record.step_s.mean == pytest.approx(0.02)
+    assert record.throughput.samples_per_step == 4
+    assert record.mfu.value == pytest.approx(1e9 / 0.02 / 1e12)
+    assert record.steps.micro_batches == 1
+
+
+def test_several_shapes_count_each_with_its_own_flops(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    row, (count,) = rank.rows[0], rank.flops
+    long = replace(row, ns=40_000_000, shape="9x8 float32")
+    more = {"fp32": 5 * 10**9}
+    both = [count, replace(count, shape=long.shape, needed=more, needed_causal=more, executed=more)]
+    record = summarise(replace(rank, rows=[row, long] * 10, flops=both))
+    assert record.mfu.value == pytest.approx((1e9 + 5e9) / 2 / 0.025 / 1e12)
+    unknown = summarise(replace(rank, rows=[row, long] * 10))
+    assert unknown.mfu.value == pytest.approx(0.1)  # of the steps whose shape was counted
+    assert any("MFU stands for 10 of 20" in note for note in unknown.notes)
+
+
+def test_money(make_rank: MakeRank) -> None:
+    cost = summarise(make_rank(), context=replace(ONE_TERA, price_usd_per_hour=3.6)).cost
+    assert cost.usd_per_1k_steps == pytest.approx(0.01)  # 10 s at 0.1 cent
+    assert cost.usd_per_m_samples == pytest.approx(0.001 / 400 * 1e6)
+
+
+# ---------------------------------------------------------------------- nothing to say
+
+
+@pytest.mark.parametrize(
+    ("seen", "kinds", "said"),
+    [
+        (0, [], "no training step was seen"),
+        (1, [], "1 training step was seen, too few to time one"),
+        (3, ["warmup", "counted"], "3 training steps were seen, too few"),
+        (9, ["compile"] * 8, "intervals seen: 8 compile"),
+    ],
+)
+def test_without_a_timed_step_there_is_no_record(
+    make_rank: MakeRank, seen: int, kinds: list[str], said: str
+) -> None:
+    rows = [StepRow(1, 1, kind) for kind in kinds]
+    with pytest.raises(NothingMeasuredError, match=said):
+        summarise(make_rank(steps=0, rows=rows, steps_seen=seen))
+
+
+def test_a_missing_rank_is_named_and_costs_the_mfu(make_rank: MakeRank) -> None:
+    record = summarise(make_rank(world_size=3), make_rank(world_size=3, rank=2, pid=2))
+    assert [(r.rank, r.status) for r in record.ranks] == [
+        (0, "complete"),
+        (1, "missing"),
+        (2, "complete"),
+    ]
+    assert not record.complete
+    assert record.mfu.value is None
+    assert record.mfu.reason == "1 of 3 ranks have no record"
+    assert "1 of 3 ranks left no record" in record.notes
+
+
+def test_no_flops_no_mfu_and_why(make_rank: MakeRank) -> None:
+    record = summarise(make_rank(flops=0, notes=["FLOPs not counted: it compiles"]))
+    assert record.mfu.value is None
+    record = summarise(replace(make_rank(notes=["FLOPs not counted: it compiles"]), flops=[]))
+    assert (record.mfu.value, record.mfu.reason) == (None, "FLOPs not counted: it compiles")
+    assert record.step_s.mean == pytest.approx(0.01)
+
+
+# ---------------------------------------------------------------------- peaks
+
+
+def test_a_cpus_peak_is_what_it_was_measured_to_reach(make_rank: MakeRank) -> None:
+    record = summarise(make_rank(), context=replace(CONTEXT, ceilings=CPU))
+    assert record.mfu.value == pytest.approx(1e11 / 4e11)
+    assert record.mfu.peak_kind == "measured"
+    assert record.mfu.peak_dtype == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("device", "ceilings", "said"),
+    [
+        ("cpu", None, "no peak is known for this cpu"),
+        ("mps", CPU, "no peak is known for mps devices"),
+    ],
+)
+def test_no_peak_no_mfu(make_rank: MakeRank, device: str, ceilings: Any, said: str) -> None:
+    record = summarise(make_rank(device_type=device), context=replace(CONTEXT, ceilings=ceilings))
+    assert record.mfu.value is None
+    assert record.mfu.reason is not None
+    assert record.mfu.reason.startswith(said)
+
+
+def test_ranks_on_different_devices_share_no_peak(make_rank: MakeRank) -> None:
+    ranks = [
+        make_rank(
+            world_size=2,
+            rank=n,
+            pid=n,
+            device_type="cuda",
+            device_name=name,
+            device_total_bytes=size,
+        )
+        for n, (name, size) in enumerate(
+            [("NVIDIA H200", 150 * 10**9), ("NVIDIA H100 80GB HBM3", 85 * 10**9)]
+        )
+    ]
+    record = summarise(*ranks, context=CONTEXT)
+    assert record.mfu.value is None
+    assert "the ranks ran on different devices (NVIDIA H100 80GB HBM3, NVIDIA H200)" in str(
+        record.mfu.reason
+    )
+    assert summarise(*ranks).mfu.value == pytest.approx(0.1)  # unless a peak is given
+    alike = [replace(r, device_name="NVIDIA H200", device_total_bytes=150 * 10**9) for r in ranks]
+    assert summarise(*alike, context=CONTEXT).mfu.value == pytest.approx(1e11 / 989.5e12)
+
+
+def test_the_device_is_matched_by_more_than_its_name(make_rank: MakeRank) -> None:
+    whole = make_rank(device_type="cuda", device_name="NVIDIA H200", device_total_bytes=150 * 10**9)
+    assert summary.device_match(whole).row is not None
+    for part in (
+        replace(whole, device_total_bytes=18 * 10**9),
+        replace(whole, telemetry=Telemetry(mig=True)),
+        replace(whole, telemetry=Telemetry(sm_count=16)),
+    ):
+        assert summarise(part, context=CONTEXT).mfu.value is None
+
+
+def test_ranks_that_share_cores_are_said_to(make_rank: MakeRank) -> None:
+    two = [make_rank(world_size=2, rank=n, pid=n, cpu_threads=4) for n in range(2)]
+    assert any(
+        note.startswith("2 ranks with 8 threads share 4 cores") for note in summarise(*two).notes
+    )
+    apart = [replace(r, host=f"host{r.rank}") for r in two]
+    fewer = [replace(r, cpu_threads=2) for r in two]
+    for ranks in (apart, fewer):
+        assert not any("share" in note for note in summarise(*ranks).notes)
+
+
+# ---------------------------------------------------------------------- several trainings in one job
+
+
+def test_of_trainings_one_after_another_the_longest_is_told_and_the_rest_named(
+    make_rank: MakeRank,
+) -> None:
+    first = make_rank(pid=1, started_ns=100, argv=["/a/pretrain.py", "x"], steps=12)
+    second = make_rank(pid=2, started_ns=200, argv=["train.py"], steps=30, step_ns=20_000_000)
+    third = make_rank(pid=3, started_ns=300, argv=["eval.py"], steps=15)
+    tiny = make_rank(pid=4, started_ns=400, steps=0)
+    for order in itertools.permutations([first, second, third, tiny]):
+        record = summarise(*order)
+        assert record.steps.timed == 30
+        assert [note for note in record.notes if "trainings" in note] == [
+            "3 trainings ran in this job. These figures are of the one that was timed longest, process 2 "
+            "(train.py, 30 steps timed), and not of process 1 (pretrain.py, 12 steps timed), process 3 "
+            "(eval.py, 15 steps timed)"
+        ]
+        assert record.complete
+
+
+def test_two_launches_of_two_ranks_are_not_mixed(make_rank: MakeRank) -> None:
+    def rank(n: int, pid: int, at: int, step_ns: int, launch: str = "a") -> RankRecord:
+        return make_rank(
+            rank=n, world_size=2, pid=pid, started_ns=at, step_ns=step_ns, launch=launch
+        )
+
+    first = [rank(0, 1, 100, 10**7), rank(1, 2, 101, 10**7)]
+    second = [rank(0, 3, 200, 2 * 10**7), rank(1, 4, 201, 2 * 10**7)]
+    for order in itertools.permutations([*first, *second]):
+        assert one_per_rank(order) == second
+    # The same, side by side, told apart by where the ranks meet.
+    beside = [replace(r, launch="b", started_ns=r.started_ns - 100) for r in second]
+    for order in itertools.permutations([*first, *beside]):
+        assert one_per_rank(order) == beside
+
+
+def test_a_restarted_launch_lets_the_longer_attempt_stand(make_rank: MakeRank) -> None:
+    dead = [make_rank(rank=0, world_size=2, pid=1, started_ns=1, steps=5, launch="x 0")]
+    alive = [
+        make_rank(rank=n, world_size=2, pid=2 + n, started_ns=9, steps=50, launch="x 1")
+        for n in (0, 1)
+    ]
+    record = summarise(*dead, *alive)
+    assert (record.steps.timed, record.complete) == (50, True)
+    assert len([note for note in record.notes if "2 trainings ran in this job" in note]) == 1
+
+
+# ---------------------------------------------------------------------- whatever comes
+
+DEVICES = [
+    ("cpu", None, None),
+    ("cuda", "NVIDIA H200", 150 * 10**9),
+    ("cuda", "NVIDIA A100-SXM4-80GB", 85 * 10**9),
+    ("cuda", "NVIDIA Z9000", 10**10),
+    ("mps", None, None),
+]
+WORK = st.dictionaries(
+    st.sampled_from(["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]),
+    st.integers(0, 10**16),
+    max_size=3,
+)
+
+
+@st.composite
+def any_ranks(draw: st.DrawFn, make: MakeRank) -> list[RankRecord]:
+    world = draw(st.integers(1, 4))
+    device, name, size = draw(st.sampled_from(DEVICES))
+    shapes = ["a", "b", ""]
+    made = []
+    for rank in draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=6)):
+        rows = draw(
+            st.lists(
+                st.builds(
+                    StepRow,
+                    ns=st.integers(1, 10**10),
+                    host_ns=st.integers(1, 10**10),
+                    kind=st.sampled_from(
+                        ["timed", "timed", "timed", "warmup", "compile", "evaluation+checkpoint"]
+                    ),
+                    shape=st.sampled_from(shapes),
+                    micro_batches=st.integers(0, 3),
+                    samples=st.none() | st.integers(1, 64),
+                    tokens=st.none() | st.integers(1, 4096),
+                    skipped=st.booleans(),
+                    sampled=st.booleans(),
+                    data_ns=st.integers(0, 10**6),
+                    forward_ns=st.none() | st.integers(0, 10**6),
+                ),
+                max_size=8,
+            )
+        )
+        counts = []
+        for shape in draw(st.lists(st.sampled_from(shapes), unique=True, max_size=2)):
+            needed = draw(WORK)
+            causal = {d: n * draw(st.integers(0, 4)) // 4 for d, n in needed.items()}
+            executed = {d: n + draw(st.integers(0, 10**15)) for d, n in needed.items()}
+            method = draw(st.sampled_from(["eager step", "fake tensors"]))
+            coverage = draw(st.floats(0, 1))
+            counts.append(
+                FlopCount(
+                    shape, method, needed, causal, executed, 0, coverage, "op time", [], {}, None
+                )
+            )
+        made.append(
+            make(
+                rank=rank, world_size=world, rows=rows, flops=0, device_type=device, device_name=name,
+                device_total_bytes=size, pid=draw(st.integers(1, 5)), started_ns=draw(st.integers(0, 3)),
+                launch=draw(st.sampled_from(["", "x"])), steps_seen=len(rows) + 1,
+            )
+        )  # fmt: skip
+        made[-1] = replace(made[-1], flops=counts)
+    return made
+
+
+CONTEXTS = st.builds(
+    replace,
+    st.just(CONTEXT),
+    peak=st.none() | st.builds(Peak, st.floats(1e9, 1e16), st.sampled_from(["fp32", "bf16"]), st.just("--peak"), st.just("given")),
+    ceilings=st.none() | st.just(CPU),
+    price_usd_per_hour=st.none() | st.floats(0.1, 100),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data(), context=CONTEXTS)
+def test_an_impossible_mfu_never_comes_out_and_the_order_of_ranks_is_no_matter(
+    make_rank: MakeRank, data: st.DataObject, context: Context
+) -> None:
+    ranks = data.draw(any_ranks(make_rank))
+    try:
+        record = summary.summarise(ranks, context)
+    except NothingMeasuredError:
+        assert not any(row.kind == "timed" for r in one_per_rank(ranks) for row in r.rows)
+        return
+    again = summary.summarise(data.draw(st.permutations(ranks)), context)
+    assert again == record
+    mfu = record.mfu
+    most = 2.0 if "fp8" in mfu.flops_by_dtype and mfu.peak_kind == "datasheet" else 1.0
+    for value in (mfu.value, mfu.value_causal, mfu.hfu):
+        assert value is None or 0 <= value <= most * (1 + 1e-9)
+    assert mfu.dtype_weighted is None or 0 <= mfu.dtype_weighted <= 1 + 1e-9
+    assert mfu.value is not None or mfu.reason
+    if mfu.value is not None:
+        assert mfu.peak_flops_per_s is not None
+        assert mfu.peak_source
+    assert record.step_s.mean > 0
+    assert record.step_s.ci95 is None or record.step_s.ci95[0] <= record.step_s.ci95[1]
+    assert record.complete <= (len(record.ranks) == len({r.rank for r in record.ranks}))
