@@ -157,9 +157,23 @@ def site_of(start: FrameType | None) -> Site:
     return Site(where, script if script != where else None, via, metric, on_host, ignored)
 
 
+#: Files of ours whose wrappers stand between the script and torch, and only pass its calls on.
+_PASS_ON = (
+    "hooks.py",
+    "session.py",
+    "roots.py",
+    "graphs.py",
+    "reads.py",
+    "count_mode.py",
+    "count_roles.py",
+    "surroundings.py",
+    "worker_loads.py",
+)
+
+
 def _is_own_work(file: str) -> bool:
     """Returns whether a file of ours asks for values itself; the others only pass calls on."""
-    return not file.endswith(("session.py", "roots.py", "graphs.py", "reads.py", "count_mode.py"))
+    return not file.endswith(_PASS_ON)
 
 
 def _metric(start: FrameType) -> tuple[str | None, FrameType | None]:
