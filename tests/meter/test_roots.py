@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
+
+from flopwise.meter.config import Config, StopTraining
+from flopwise.meter.session import Session
 
 
 def test_the_calls_of_steps_that_are_only_counted_are_not_put_down_to_the_next_one(
@@ -26,3 +33,29 @@ def test_the_calls_of_steps_that_are_only_counted_are_not_put_down_to_the_next_o
     assert {row.samples for row in timed} <= {6, None}
     assert sum(row.samples == 6 for row in timed) >= 6
     assert all(row.forward_ns is None or row.forward_ns < row.host_ns for row in timed)
+
+
+@pytest.mark.parametrize("stop_after", [False, True])
+def test_a_model_that_the_script_drops_is_freed_although_the_session_lives(
+    stop_after: bool,
+) -> None:
+    session = Session(Config(steps=4, warmup=4, stop_after=stop_after))
+    session.attach()
+
+    def train() -> weakref.ref[nn.Module]:
+        net = nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        with contextlib.suppress(StopTraining):
+            for _ in range(12):
+                optimizer.zero_grad()
+                net(torch.randn(6, 8)).square().mean().backward()
+                optimizer.step()
+        return weakref.ref(net)
+
+    try:
+        net = train()
+        gc.collect()
+        assert session.record is not None
+        assert net() is None
+    finally:
+        session.detach()

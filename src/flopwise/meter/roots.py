@@ -14,10 +14,10 @@ from flopwise.meter.found import (
     compiles_own_code,
     describe_batch,
     find_roots,
-    is_optimized_module,
 )
 from flopwise.meter.replay import Snapshot, map_tensors
 from flopwise.meter.rows import EVALUATION
+from flopwise.meter.watch import Watch
 
 if TYPE_CHECKING:
     from flopwise.meter.session import Session
@@ -38,6 +38,7 @@ class Roots:
         self.found: list[nn.Module] = []
         self.settled = False
         self._watched: list[nn.Module] = []
+        self._aside: list[nn.Module] = []  # watched before, and to be watched again
         self._release: list[Callable[[], None]] = []
         self._calls = 0
         self._depth = 0
@@ -63,7 +64,7 @@ class Roots:
             children = [c for module in self._watched for c in module.children()]
             trained = {id(p) for p in self._parameters()}
             below = [c for c in children if any(id(p) in trained for p in c.parameters())]
-            self.release()
+            self._unhook()
             self._watch(below)
         else:
             self.settled = True
@@ -72,7 +73,12 @@ class Roots:
             )
 
     def release(self) -> None:
-        """Takes every hook out."""
+        """Takes every hook out and forgets the modules: the script may want their memory back."""
+        self._unhook()
+        self.found = []
+        self._inputs = None
+
+    def _unhook(self) -> None:
         while self._release:
             self._release.pop()()
         self._watched = []
@@ -80,7 +86,7 @@ class Roots:
     def watch_again(self) -> None:
         """Takes the hooks out and puts them where they belong now, after a fix has changed how a module is called."""
         watched = self._watched
-        self.release()
+        self._unhook()
         self._watch(watched)
 
     def take_inputs(self) -> Snapshot | None:
@@ -111,47 +117,19 @@ class Roots:
 
     def _watch(self, modules: list[nn.Module]) -> None:
         for module in modules:
-            if is_optimized_module(module):
-                self._hook(module)
-            elif getattr(module, "_compiled_call_impl", None) is not None:
-                self._wrap_slot(module)
+            if isinstance(module, torch.jit.ScriptModule):
+                self._session.note(
+                    f"{type(module).__name__} is TorchScript: its inputs are not seen"
+                )
             elif compiles_own_code() and not compiled_parts(module):
                 self._session.note(
                     f"{type(module).__name__} is called inside a function that the script compiles: "
                     "it is not watched, so as not to make the compiler start over"
                 )
             else:
-                self._hook(module)
-
-    def _hook(self, module: nn.Module) -> None:
-        def before(called: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch.compiler.is_compiling():
-                return
-            self._on_call(called, args, kwargs)
-
-        handle = module.register_forward_pre_hook(before, with_kwargs=True)
-        self._release.append(handle.remove)
-        self._watched.append(module)
-        self._session.patches.names.append(f"hook: {type(module).__name__} (root), before forward")
-
-    def _wrap_slot(self, module: nn.Module) -> None:
-        compiled = module._compiled_call_impl
-        assert compiled is not None
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._on_call(module, args, kwargs)
-            return compiled(*args, **kwargs)
-
-        call._torchdynamo_disable = False  # type: ignore[attr-defined]
-        module._compiled_call_impl = call
-
-        def release() -> None:
-            if module._compiled_call_impl is call:
-                module._compiled_call_impl = compiled
-
-        self._release.append(release)
-        self._watched.append(module)
-        self._session.patches.names.append(f"{type(module).__name__} (root), compiled call")
+                self._release.append(Watch(module, self._on_call).remove)
+                self._watched.append(module)
+                self._session.patches.names.append(f"the call of {type(module).__name__} (root)")
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         session = self._session
