@@ -165,7 +165,6 @@ _PASS_ON = (
     "graphs.py",
     "reads.py",
     "count_mode.py",
-    "count_roles.py",
     "surroundings.py",
     "worker_loads.py",
 )
