@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
@@ -20,6 +21,8 @@ from torch.utils.checkpoint import checkpoint
 from flopwise.errors import AttachError
 from flopwise.meter import count_ops
 from flopwise.meter.count import CaptureCounter, StepCounter, combine
+from flopwise.meter.count_mode import OpCounter
+from flopwise.meter.count_roles import Roles
 from flopwise.records.rank import FlopCount
 
 ONE = 2 * 64 * 256 * 256  # a 256 x 256 layer on 64 rows
@@ -498,6 +501,19 @@ class TestOtherPeoplesCode:
 
         with pytest.raises(AttachError, match="not its forward pass"):
             counted(step)
+
+    def test_a_model_spread_over_several_devices_is_no_number(self) -> None:
+        fake = OpCounter(Roles(), timed=False, in_place=True, fake=True)
+        with FakeTensorMode(), fake:
+            for device in ("cuda:0", "cpu"):
+                a = torch.empty(4, 4, device=device)
+                a @ a
+        assert fake.tally.count("", "fake tensors").needed == {"fp32": 2 * 2 * 4**3}
+        with FakeTensorMode(), fake:
+            b = torch.empty(4, 4, device="cuda:1")
+            b @ b
+        with pytest.raises(AttachError, match=r"2 devices \(cuda:0, cuda:1\)"):
+            fake.tally.count("", "fake tensors")
 
     def test_an_extension_with_kernels_of_its_own_is_a_note(
         self, monkeypatch: pytest.MonkeyPatch

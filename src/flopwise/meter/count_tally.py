@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from flopwise.errors import AttachError
 from flopwise.flops.call import Cost
 from flopwise.flops.dtypes import COMPLEX_FACTOR, Precision, executed, is_complex
 from flopwise.flops.table import Rule
@@ -85,8 +86,17 @@ class Tally:
         self.pending.clear()
 
     def count(self, shape: str, method: str) -> FlopCount:
-        """Returns the record of the step."""
+        """Returns the record of the step.
+
+        Raises:
+            AttachError: several accelerators of this process did FLOPs: the peak of one is no measure for them.
+        """
         self.resolve()
+        used = sorted({d for role in self.devices.values() for d in role if d != "cpu"})
+        if len(used) > 1:
+            raise AttachError(
+                f"one process computes on {len(used)} devices ({', '.join(used)}): MFU is of one device a process"
+            )
         covered, missing, basis = shares(self.samples)
         optimizer = self.by_role[OPTIMIZER]
         extra = sum(self.executed.values()) - sum(self.needed.values()) - optimizer
