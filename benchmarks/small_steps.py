@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from flopwise.meter.rows import Row
 from flopwise.meter.config import Config
+from flopwise.meter.rows import Row
 from flopwise.meter.session import Session
 
 WARMUP_STEPS = 6  # the meter's warm-up: roots found, FLOPs counted
@@ -148,9 +148,7 @@ class Meter:
 
     def remove(self) -> None:
         """Takes the hooks out."""
-        watched = list(self.session.roots._watched)
-        self.session.roots.release()
-        self.session.roots._watched = watched
+        self.session.roots.look_away()
         self.session.patches.undo()
 
     def close(self) -> None:

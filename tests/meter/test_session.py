@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -467,7 +468,7 @@ def test_everything_is_taken_out_again() -> None:
         len(torch_optimizer._global_optimizer_pre_hooks),
         len(torch_optimizer._global_optimizer_post_hooks),
     )
-    assert not net._forward_pre_hooks
+    assert "_compiled_call_impl" not in vars(net)
     reference = session.optimizers[0]
     del optimizer, net
     gc.collect()
@@ -592,3 +593,53 @@ def test_the_device_time_of_a_span_is_split_by_host_times_and_not_across_a_pause
     assert [row.ns for row in rows[:3]] == [20, 40, 20]
     assert [row.kind for row in rows] == ["timed"] * 3 + ["mixed", "evaluation", "mixed", "timed"]
     assert rows[-1].ns == 12
+
+
+class OwnState(nn.Linear):
+    """Hands all its attributes to copies and files."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@pytest.mark.parametrize("make", [model, lambda: OwnState(8, 4)])
+def test_models_are_saved_and_copied_as_without_the_meter(
+    measure: Any, tmp_path: Any, make: Any
+) -> None:
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    kept = {}
+
+    def train() -> None:
+        for i in range(12):
+            plain_loop(net, optimizer, 1)
+            if i == 8:
+                torch.save(net, tmp_path / "net.pt")
+                kept["copy"] = copy.deepcopy(net)
+                kept["pickle"] = pickle.dumps(net)
+
+    measured = measure(train)
+    assert measured.record.rows[-1].shape == "6x8 float32"  # it was watched
+    torch.save(net, tmp_path / "later.pt")
+    loaded = torch.load(tmp_path / "net.pt", weights_only=False)
+    for other in (loaded, kept["copy"], pickle.loads(kept["pickle"])):
+        assert vars(other).get("_compiled_call_impl") is None
+        assert not other._forward_pre_hooks
+        loss_of(other).backward()
+    assert b"flopwise" not in kept["pickle"]
+
+
+def test_each_layer_may_have_an_optimizer_that_steps_for_a_while(measure: Any) -> None:
+    nets = [model() for _ in range(3)]
+
+    def train() -> None:
+        for net in nets:
+            plain_loop(net, torch.optim.Adam(net.parameters()), 60)
+
+    assert measure(train, stride=None).record.steps_seen == 180
+
+
+def test_without_an_optimizer_every_backward_is_looked_at(measure: Any) -> None:
+    net = model()
+    measured = measure(lambda: plain_loop(net, DuckTyped(net.parameters()), 100), stride=None)
+    assert measured.record.steps_seen in (99, 100)

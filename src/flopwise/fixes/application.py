@@ -76,6 +76,7 @@ class Plan:
     def apply(self) -> None:
         """Applies what fits; what does not is noted, and the run goes on without it."""
         on = []
+        self._session.roots.look_away()
         for kind in FIXES:
             if kind.code not in self._settings:
                 continue

@@ -113,10 +113,12 @@ class Driver:
                 fix, "declined", "the inputs of the model were not seen, so parity cannot be judged"
             )
             return
+        self._session.roots.look_away()
         try:
             applied = fix.apply(scene)
         except Exception as error:
             self._add(fix, "declined", f"could not be applied: {_words(error)}")
+            self._session.roots.watch_again()
             return
         kept = False
         try:
@@ -128,6 +130,7 @@ class Driver:
         finally:
             if not kept:
                 applied.undo()
+            self._session.roots.watch_again()
         yield from self._steady(WASHOUT_STEPS)
 
     def _judge(self, fix: Fix, applied: Applied, snapshot: Snapshot, rows: list[Row]) -> Steps:

@@ -16,6 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from flopwise.errors import AttachError
+from flopwise.meter.watch import SLOT, Watch
 
 _HOOKS = (
     "_backward_pre_hooks",
@@ -140,8 +141,12 @@ class Cloner:
         copy: nn.Module = object.__new__(kind)
         self._remember(real, copy)
         for name, value in list(real.__dict__.items()):
+            while isinstance(value, Watch):  # the meter looks at the real module only
+                value = value.compiled
             copy.__dict__[name] = OrderedDict() if name in _HOOKS else self(value)
-        if hasattr(real._compiled_call_impl, _COMPILED):
+        if hasattr(copy.__dict__.get(SLOT), _COMPILED) or hasattr(
+            real._compiled_call_impl, _COMPILED
+        ):
             copy.__dict__["_compiled_call_impl"] = None
         return copy
 

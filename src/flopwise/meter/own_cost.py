@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
+from flopwise.meter.watch import Watch
+
 now = time.perf_counter_ns
 
 
 def call_cost_ns() -> int:
     """Returns what it costs on average to pass one of our hooks: a part of our overhead that no clock inside sees.
 
-    Five are passed in a step: a hooked module, two optimizer hooks, and the wrappers of backward and of the loader.
+    Five are passed in a step: a watched module, two optimizer hooks, and the wrappers of backward and of the loader.
     """
 
     def inner(*args: Any, **kwargs: Any) -> None:
@@ -23,10 +25,10 @@ def call_cost_ns() -> int:
     def outer(*args: Any, **kwargs: Any) -> None:
         return inner(*args, **kwargs)
 
-    bare, hooked = torch.nn.Identity(), torch.nn.Identity()
-    hooked.register_forward_pre_hook(inner, with_kwargs=True)
+    bare, watched = torch.nn.Identity(), torch.nn.Identity()
+    Watch(watched, inner)
     wrapper = max(0, _quickest_ns(lambda: outer(None)) - _quickest_ns(lambda: inner(None)))
-    hook = max(0, _quickest_ns(lambda: hooked(None)) - _quickest_ns(lambda: bare(None)))
+    hook = max(0, _quickest_ns(lambda: watched(None)) - _quickest_ns(lambda: bare(None)))
     return (hook + 4 * wrapper) // 5 + _clock_cost_ns()
 
 

@@ -83,11 +83,15 @@ class Roots:
             self._release.pop()()
         self._watched = []
 
-    def watch_again(self) -> None:
-        """Takes the hooks out and puts them where they belong now, after a fix has changed how a module is called."""
-        watched = self._watched
+    def look_away(self) -> None:
+        """Takes the watches off for a while: a fix is about to change how the modules are called."""
+        self._aside = self._watched
         self._unhook()
-        self._watch(watched)
+
+    def watch_again(self) -> None:
+        """Puts the watches back, around what a fix may have put there meanwhile."""
+        modules, self._aside = self._aside, []
+        self._watch(modules)
 
     def take_inputs(self) -> Snapshot | None:
         """Returns copies of what a root was last called with since `keep_inputs` was set, once."""

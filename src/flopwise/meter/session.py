@@ -321,7 +321,7 @@ class Session:
             interval.clear()
         n = len(ends)
         self.events += n
-        self.boundaries.total += n
+        self.boundaries.repeat(n)
         self._timed += sum(not row.flags & (COUNTED | SAVE) for row in self.rows[-n:]) if n else 0
         self._until_close -= n
         if self._until_close <= 0 or self._timed + 1 >= self._target:
@@ -356,6 +356,8 @@ class Session:
 
     def _choose_stride(self) -> int:
         """Returns every how many steps one is looked at closely in the timed window."""
+        if self.mode == "backward":  # each backward has to be looked at: it may begin a step
+            return 1
         if self.observers or self.config.stride is not None:
             return self.config.stride or 1
         recent = self.rows[-4:]

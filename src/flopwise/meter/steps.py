@@ -73,6 +73,12 @@ class Boundaries:
         self.total += 1
         return True
 
+    def repeat(self, times: int) -> None:
+        """Takes `times` events of the one optimizer whose every event ends a step."""
+        self.total += times
+        room = ESTABLISHED + 1 - len(self._phase)
+        self._phase += self.cycle * max(0, min(times, room))
+
     def close(self) -> None:
         """Settles what was seen when the script ends before any cycle has repeated: each optimizer once a step."""
         if not self.settled and self._phase:
