@@ -59,12 +59,11 @@ class Tuning:
         plan_path: Path | None = None
         if kept:
             proof, final = self._prove(_to_apply(kept))
-            if proof is not None and proof.comparison.outcome == "faster":
+            doubt = _doubt(proof) if proof is not None else None
+            if proof is not None and doubt is None:
                 plan_path = self._write_plan(kept, proof, device_torch or baseline.env.torch)
-            elif proof is not None:
-                self.notes.append(
-                    "the final proof did not show the gain again in fresh processes: no plan was written"
-                )
+            elif doubt is not None:
+                self.notes.append(f"{doubt}: no plan was written")
         record = TuneRecord(
             schema=verdict.SCHEMA,
             flopwise=__version__,
@@ -241,6 +240,15 @@ class Tuning:
 def _to_apply(kept: list[Trial]) -> list[dict[str, Any]]:
     """Returns trials that were kept as launch.json wants them: code and setting."""
     return [{"code": trial.fix, "setting": dict(trial.setting)} for trial in kept]
+
+
+def _doubt(proof: Proof) -> str | None:
+    """Returns why a final proof does not carry a plan, None if it does."""
+    if not proof.exit_codes_equal:
+        return "the processes of the final proof did not end with one exit code"
+    if proof.comparison.outcome != "faster":
+        return "the final proof did not show the gain again in fresh processes"
+    return None
 
 
 def _quiet_environment() -> dict[str, str]:
