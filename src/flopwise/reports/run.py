@@ -122,8 +122,6 @@ def _interval(record: RunRecord) -> str:
     time = record.step_s
     if time.ci95 is None:
         return f"{figures.duration(time.mean)}, one step, so no interval"
-    if time.ci95 is None:
-        return f"{figures.duration(time.mean)} (one step: no interval)"
     return f"{figures.plus_minus(time.mean, time.ci95)} (95 %)"
 
 
