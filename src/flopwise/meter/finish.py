@@ -114,9 +114,7 @@ def build(snapshot: Snapshot) -> RankRecord:
     notes = list(session.notes)
     losses = _finite(snapshot.losses)
     if len(losses) < len(snapshot.losses):
-        notes.append(
-            f"the loss is not a finite number at step {len(losses) + 1}: the training has diverged"
-        )
+        notes.append(_not_finite(len(losses) + 1, scaled=session.uses_scaler))
     boundary = session.mode or "none"
     if boundary == "optimizer":
         boundary = session.boundaries.describe()
@@ -404,6 +402,13 @@ def _finite(losses: Sequence[torch.Tensor]) -> list[float]:
             break
         values.append(value)
     return values
+
+
+def _not_finite(step: int, *, scaled: bool) -> str:
+    """Returns what a loss says that is not finite; a scaled one may pass the range of its dtype and mean nothing."""
+    if scaled:
+        return f"the loss times the GradScaler's scale is not a finite number at step {step}"
+    return f"the loss is not a finite number at step {step}: the training has diverged"
 
 
 def _counted_from(session: Session, rows: Sequence[StepRow]) -> str | None:
