@@ -194,3 +194,20 @@ def test_printing_is_watched_in_the_counted_step_alone(measure: Any) -> None:
     measure(train, count=True)
     assert watched.count(True) == 1
     assert torch._tensor_str._str is original
+
+
+def test_a_read_in_a_hook_of_the_backward_pass_is_seen(measure: Any) -> None:
+    from torch import nn
+
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def train() -> None:
+        net.weight.register_hook(lambda grad: grad * (1.0 if grad.sum().item() else 2.0))
+        for _ in range(8):
+            net(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    (seen,) = measure(train, count=True).record.surroundings.reads
+    assert "test_reads.py:" in seen.where
+    assert seen.count == 1

@@ -114,6 +114,12 @@ def places(read: HostRead) -> list[str]:
     return [place for place in (read.caller, read.where) if place]
 
 
+def short(read: HostRead) -> str:
+    """Returns where a read is, in few letters: `train.py:12`."""
+    found = places(read)
+    return found[0].rpartition("/")[2] if found else "the backward pass"
+
+
 def all_places(reads: Sequence[HostRead]) -> list[str]:
     """Returns where several reads are, each place once."""
     return list(dict.fromkeys(place for read in reads for place in places(read)))

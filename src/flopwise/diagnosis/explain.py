@@ -8,6 +8,9 @@ from flopwise.records.rank import RankRecord
 from flopwise.records.run import RunRecord
 from flopwise.units import count, percent
 
+#: An embedding with a smaller share of the parameters explains nothing.
+LEAST_FRAC = 0.05
+
 
 def notes(ranks: Sequence[RankRecord], run: RunRecord) -> list[str]:
     """Returns what is to be said beside the FLOPs of a run of one rank; of several, parameters may be sharded."""
@@ -24,7 +27,7 @@ def notes(ranks: Sequence[RankRecord], run: RunRecord) -> list[str]:
             "their gradients are not computed, so the FLOPs are those of the backward pass that ran, not three times "
             "the forward pass"
         )
-    elif tokens and parameters.looked_up:
+    elif tokens and parameters.looked_up >= LEAST_FRAC * parameters.total:
         # 6 N D, Kaplan et al. 2020, arXiv:2001.08361: 2 forward and 4 backward for each parameter and token.
         rule = 6 * parameters.total * tokens
         rest = 6 * (parameters.total - parameters.looked_up) * tokens

@@ -133,7 +133,7 @@ _VIA = {"clip_grad.py": "clip_grad_norm_", "grad_scaler.py": "GradScaler"}
 
 def site_of(start: FrameType | None) -> Site:
     """Returns where an op was asked for, by the frames that led to it."""
-    via, on_host, ignored = "", False, False
+    via, on_host, ignored, in_engine = "", False, False, False
     innermost: FrameType | None = None
     for frame in frames(start):
         file = frame.f_code.co_filename
@@ -145,10 +145,14 @@ def site_of(start: FrameType | None) -> Site:
             if base in _VIA:
                 via = _VIA[base] if base == "clip_grad.py" else f"GradScaler.{function}"
             on_host = on_host or (not via and "/optim/" in file and function == "_get_value")
+            in_engine = in_engine or function == "_engine_run_backward"
         elif is_ours(file):
             ignored = ignored or _is_own_work(file)
         elif is_users(file):
             innermost = frame
+    # Anomaly detection searches every gradient for NaN; that it is on is a finding of its own.
+    if torch.is_anomaly_enabled() and (in_engine or innermost is None):
+        ignored = True
     if innermost is None:
         return Site(None, None, via, None, on_host, ignored)
     where = place(innermost)
@@ -165,6 +169,7 @@ _PASS_ON = (
     "graphs.py",
     "reads.py",
     "count_mode.py",
+    "count_roles.py",
     "surroundings.py",
     "worker_loads.py",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopwise.diagnosis.evidence import COUNTED, Evidence, all_places, places, times
+from flopwise.diagnosis.evidence import COUNTED, Evidence, all_places, short, times
 from flopwise.records.finding import Finding
 from flopwise.records.surroundings import HostRead
 
@@ -34,7 +34,6 @@ def find(evidence: Evidence) -> list[Finding]:
 
 
 def _one(read: HostRead, evidence: Evidence) -> str:
-    place = (places(read) or ["the backward pass"])[0]
     noun = read.kind if read.kind.startswith("mask") else read.op.removeprefix("aten::").lstrip("_")
     size = f" of {read.elements} elements" if read.elements else ""
-    return f"{times(evidence.a_step(read), noun)}{size} ({read.op}) at {place}"
+    return f"{times(evidence.a_step(read), noun)}{size} ({read.op}) at {short(read)}"

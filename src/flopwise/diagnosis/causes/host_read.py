@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopwise.diagnosis.evidence import COUNTED, Evidence, all_places, places, times
+from flopwise.diagnosis.evidence import COUNTED, Evidence, all_places, short, times
 from flopwise.records.finding import Finding
 
 _KINDS = ("scalar read", "printed tensor", "copy to the host")
@@ -17,8 +17,7 @@ def find(evidence: Evidence) -> list[Finding]:
         return []
     total = sum(map(evidence.a_step, reads))
     each = ", ".join(
-        f"{times(evidence.a_step(r), r.kind, _plural(r.kind))} at {(places(r) or ['the backward pass'])[0]}"
-        for r in reads[:6]
+        f"{times(evidence.a_step(r), r.kind, _plural(r.kind))} at {short(r)}" for r in reads[:6]
     )
     more = f", and {len(reads) - 6} more lines" if len(reads) > 6 else ""
     return [

@@ -14,7 +14,7 @@ def find(evidence: Evidence) -> list[Finding]:
         own = [r for r in reads if r.metric == metric]
         total = sum(map(evidence.a_step, own))
         ops = ", ".join(
-            f"{times(evidence.a_step(r), 'call')} of {r.op} at {r.where or 'the backward pass'}"
+            f"{times(evidence.a_step(r), 'call')} of {r.op} at {(r.where or 'the backward pass').rpartition('/')[2]}"
             for r in own[:6]
         )
         found.append(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flopwise.diagnosis.evidence import COUNTED, Evidence, all_places, places, times
+from flopwise.diagnosis.evidence import COUNTED, Evidence, all_places, short, times
 from flopwise.records.finding import Finding
 from flopwise.records.surroundings import HostRead
 
@@ -18,12 +18,12 @@ def find(evidence: Evidence) -> list[Finding]:
     if flag:
         said.append(
             f"{times(sum(map(evidence.a_step, flag)), 'read')} of the overflow flag a step, at "
-            f"{', '.join(dict.fromkeys(p for r in flag for p in places(r)[:1]))}"
+            f"{', '.join(dict.fromkeys(map(short, flag)))}"
         )
     if scale:
         said.append(
             f"{times(sum(map(evidence.a_step, scale)), 'read')} of the scale, at "
-            f"{', '.join(dict.fromkeys(p for r in scale for p in places(r)[:1]))}"
+            f"{', '.join(dict.fromkeys(map(short, scale)))}"
         )
     else:
         said.append("the scale itself is not read")
