@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from flopwise import summary
 from flopwise.errors import NothingMeasuredError
@@ -211,6 +211,32 @@ def test_the_device_is_matched_by_more_than_its_name(make_rank: MakeRank) -> Non
         assert summarise(part, context=CONTEXT).mfu.value is None
 
 
+def test_a_given_peak_moves_the_peaks_of_the_other_dtypes_along(make_rank: MakeRank) -> None:
+    rank = make_rank(
+        device_type="cuda", device_name="NVIDIA H200", device_total_bytes=150 * 10**9,
+        dtype="fp8", flops=15 * 10**11,
+    )  # fmt: skip
+    shown = [
+        summarise(rank, context=replace(CONTEXT, peak=Peak(rate, "bf16", "--peak", "given"))).mfu
+        for rate in (100e12, 50e12)  # 150 TFLOP/s in fp8 against 200 and 100
+    ]
+    assert shown[0].value == pytest.approx(1.5)
+    assert shown[0].dtype_weighted == pytest.approx(0.75)
+    assert shown[1].value is shown[1].dtype_weighted is None
+    assert "MFU 3 is impossible" in str(shown[1].reason)
+
+
+def test_work_in_a_faster_dtype_is_not_held_against_a_slower_ones_peak(make_rank: MakeRank) -> None:
+    rank = make_rank(
+        device_type="cuda", device_name="NVIDIA H200", device_total_bytes=150 * 10**9,
+        dtype="bf16", flops=2 * 10**12,
+    )  # fmt: skip
+    context = replace(CONTEXT, peak=Peak(66.9e12, "fp32", "--peak", "given"))
+    mfu = summarise(rank, context=context).mfu
+    assert mfu.value is None
+    assert "the peak belongs to another device or dtype" in str(mfu.reason)
+
+
 def test_ranks_that_share_cores_are_said_to(make_rank: MakeRank) -> None:
     two = [make_rank(world_size=2, rank=n, pid=n, cpu_threads=4) for n in range(2)]
     assert any(
@@ -279,95 +305,111 @@ DEVICES = [
     ("cuda", "NVIDIA Z9000", 10**10),
     ("mps", None, None),
 ]
-WORK = st.dictionaries(
-    st.sampled_from(["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]),
-    st.integers(0, 10**16),
-    max_size=3,
-)
+DTYPES = ["fp64", "fp32", "tf32", "bf16", "fp16", "fp8"]
 
 
-@st.composite
-def any_ranks(draw: st.DrawFn, make: MakeRank) -> list[RankRecord]:
-    world = draw(st.integers(1, 4))
-    device, name, size = draw(st.sampled_from(DEVICES))
-    shapes = ["a", "b", ""]
-    made = []
-    for rank in draw(st.lists(st.integers(0, world - 1), min_size=1, max_size=6)):
-        rows = draw(
-            st.lists(
-                st.builds(
-                    StepRow,
-                    ns=st.integers(1, 10**10),
-                    host_ns=st.integers(1, 10**10),
-                    kind=st.sampled_from(
-                        ["timed", "timed", "timed", "warmup", "compile", "evaluation+checkpoint"]
-                    ),
-                    shape=st.sampled_from(shapes),
-                    micro_batches=st.integers(0, 3),
-                    samples=st.none() | st.integers(1, 64),
-                    tokens=st.none() | st.integers(1, 4096),
-                    skipped=st.booleans(),
-                    sampled=st.booleans(),
-                    data_ns=st.integers(0, 10**6),
-                    forward_ns=st.none() | st.integers(0, 10**6),
-                ),
-                max_size=8,
-            )
+def any_rows(rng: Random, shapes: list[str]) -> list[StepRow]:
+    kinds = ["timed"] * 6 + ["warmup", "compile", "evaluation+checkpoint"]
+    skips, briefs = rng.random() < 0.2, rng.random() < 0.3
+    return [
+        StepRow(
+            ns=round(10 ** rng.uniform(3, 9)),
+            host_ns=round(10 ** rng.uniform(3, 9)),
+            kind=rng.choice(kinds),
+            shape=rng.choice(shapes),
+            micro_batches=rng.randrange(4),
+            samples=rng.choice([None, 1, 64]),
+            tokens=rng.choice([None, 4096]),
+            skipped=skips and rng.random() < 0.3,
+            sampled=not (briefs and rng.random() < 0.7),
+            data_ns=rng.randrange(10**4),
+            forward_ns=rng.choice([None, 10**3]),
         )
-        counts = []
-        for shape in draw(st.lists(st.sampled_from(shapes), unique=True, max_size=2)):
-            needed = draw(WORK)
-            causal = {d: n * draw(st.integers(0, 4)) // 4 for d, n in needed.items()}
-            executed = {d: n + draw(st.integers(0, 10**15)) for d, n in needed.items()}
-            method = draw(st.sampled_from(["eager step", "fake tensors"]))
-            coverage = draw(st.floats(0, 1))
-            counts.append(
-                FlopCount(
-                    shape, method, needed, causal, executed, 0, coverage, "op time", [], {}, None
-                )
-            )
-        made.append(
-            make(
-                rank=rank, world_size=world, rows=rows, flops=0, device_type=device, device_name=name,
-                device_total_bytes=size, pid=draw(st.integers(1, 5)), started_ns=draw(st.integers(0, 3)),
-                launch=draw(st.sampled_from(["", "x"])), steps_seen=len(rows) + 1,
-            )
+        for _ in range(rng.randrange(1, 8))
+    ]
+
+
+def any_count(rng: Random, shape: str) -> FlopCount:
+    needed = {d: round(10 ** rng.uniform(0, 13)) for d in rng.sample(DTYPES, rng.randrange(1, 4))}
+    return FlopCount(
+        shape,
+        rng.choice(["eager step", "fake tensors"]),
+        needed,
+        {d: round(n * rng.choice([0.5, 1.0])) for d, n in needed.items()},
+        {d: round(n * rng.choice([1.0, 1.4])) for d, n in needed.items()},
+        0,
+        rng.choice([1.0, 0.5]),
+        "op time",
+        [],
+        {},
+        None,
+    )
+
+
+def any_ranks(rng: Random, make: MakeRank) -> list[RankRecord]:
+    """Returns the ranks of one training, sometimes with gaps and with records of another."""
+    world = rng.randrange(1, 4)
+    device, name, size = rng.choice(DEVICES)
+    shapes = rng.choice([["a"], ["a"], ["a", "b", ""]])
+    made = []
+    for pid, rank in enumerate(
+        [*range(world), *rng.choices(range(world), k=rng.choice([0, 0, 2]))]
+    ):
+        rows = any_rows(rng, shapes)
+        counted = rng.choice([["a"], ["a"], ["a", "b"], ["b"], []])
+        one = make(
+            rank=rank, world_size=world, rows=rows, device_type=device, device_name=name,
+            device_total_bytes=size, pid=pid, started_ns=rng.randrange(3), steps_seen=len(rows) + 1,
+            launch=rng.choice(["x", "x", "y"]) if world > 1 else "",
         )  # fmt: skip
-        made[-1] = replace(made[-1], flops=counts)
-    return made
+        made.append(replace(one, flops=[any_count(rng, shape) for shape in counted]))
+    return made if rng.random() < 0.8 else made[1:] or made
 
 
-CONTEXTS = st.builds(
-    replace,
-    st.just(CONTEXT),
-    peak=st.none() | st.builds(Peak, st.floats(1e9, 1e16), st.sampled_from(["fp32", "bf16"]), st.just("--peak"), st.just("given")),
-    ceilings=st.none() | st.just(CPU),
-    price_usd_per_hour=st.none() | st.floats(0.1, 100),
-)  # fmt: skip
+def any_context(rng: Random) -> Context:
+    given = Peak(10 ** rng.uniform(9, 15), rng.choice(["fp32", "bf16"]), "--peak", "given")
+    return replace(
+        CONTEXT,
+        peak=rng.choice([None, given]),
+        ceilings=rng.choice([None, CPU]),
+        price_usd_per_hour=rng.choice([None, 2.5]),
+    )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data(), context=CONTEXTS)
 def test_an_impossible_mfu_never_comes_out_and_the_order_of_ranks_is_no_matter(
-    make_rank: MakeRank, data: st.DataObject, context: Context
+    make_rank: MakeRank,
 ) -> None:
-    ranks = data.draw(any_ranks(make_rank))
-    try:
-        record = summary.summarise(ranks, context)
-    except NothingMeasuredError:
-        assert not any(row.kind == "timed" for r in one_per_rank(ranks) for row in r.rows)
-        return
-    again = summary.summarise(data.draw(st.permutations(ranks)), context)
-    assert again == record
+    outcomes: Counter[str] = Counter()
+    for seed in range(400):
+        rng = Random(seed)
+        ranks, context = any_ranks(rng, make_rank), any_context(rng)
+        try:
+            record = summary.summarise(ranks, context)
+        except NothingMeasuredError:
+            assert not any(row.kind == "timed" for r in one_per_rank(ranks) for row in r.rows)
+            continue
+        rng.shuffle(ranks)
+        assert summary.summarise(ranks, context) == record, seed
+        check(record, seed)
+        mfu = record.mfu
+        outcomes[
+            "shown" if mfu.value else "impossible" if "impossible" in str(mfu.reason) else "none"
+        ] += 1
+    assert min(outcomes.values()) >= 20, outcomes  # each was tried
+
+
+def check(record: RunRecord, seed: int) -> None:
     mfu = record.mfu
-    most = 2.0 if "fp8" in mfu.flops_by_dtype and mfu.peak_kind == "datasheet" else 1.0
+    fast = "fp8" in mfu.flops_by_dtype and mfu.peak_dtype in ("bf16", "fp16")
+    most = 2.0 if fast else 1.0  # an 8-bit run may pass the 16-bit peak
     for value in (mfu.value, mfu.value_causal, mfu.hfu):
-        assert value is None or 0 <= value <= most * (1 + 1e-9)
-    assert mfu.dtype_weighted is None or 0 <= mfu.dtype_weighted <= 1 + 1e-9
-    assert mfu.value is not None or mfu.reason
+        assert value is None or 0 <= value <= most, seed
+    assert mfu.dtype_weighted is None or 0 <= mfu.dtype_weighted <= 1, seed
+    assert mfu.value is not None or mfu.reason, seed
     if mfu.value is not None:
-        assert mfu.peak_flops_per_s is not None
-        assert mfu.peak_source
+        assert mfu.peak_flops_per_s, seed
+        assert mfu.peak_source, seed
     assert record.step_s.mean > 0
-    assert record.step_s.ci95 is None or record.step_s.ci95[0] <= record.step_s.ci95[1]
-    assert record.complete <= (len(record.ranks) == len({r.rank for r in record.ranks}))
+    low, high = record.step_s.ci95 or (0, 0)
+    assert low <= high
+    assert len(record.ranks) == len({r.rank for r in record.ranks})

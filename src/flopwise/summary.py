@@ -492,7 +492,7 @@ def _peak(
             if value is not None:
                 by_dtype[dtype] = value
     if context.peak is not None:
-        return context.peak, by_dtype or _own_dtype(context.peak), None
+        return context.peak, _in_proportion(by_dtype, context.peak), None
     peak = reference_peak(match)
     return peak, by_dtype, None if peak is not None else match.reason
 
@@ -525,6 +525,19 @@ def device_match(rank: RankRecord) -> Match:
         power_limit_w=telemetry.power_limit_w,
         power_limit_default_w=telemetry.power_limit_default_w,
     )
+
+
+def _in_proportion(by_dtype: dict[str, float], given: Peak) -> dict[str, float]:
+    """Returns the table's peaks moved to where a given peak puts its dtype (the 16-bit ones, if it names none).
+
+    Of a peak that is not a 16-bit one only slower dtypes are left: a faster one would pass 1 against it.
+    """
+    known = by_dtype.get(given.dtype or "bf16") or by_dtype.get("fp16")
+    if not known:
+        return _own_dtype(given)
+    all_of_them = given.dtype in (None, "bf16", "fp16")
+    moved = given.flops_per_s / known
+    return {d: rate * moved for d, rate in by_dtype.items() if all_of_them or rate <= known}
 
 
 def _own_dtype(peak: Peak) -> dict[str, float]:
