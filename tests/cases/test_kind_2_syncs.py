@@ -429,6 +429,8 @@ class TestSY08:
         marker = "SY-08 call" if how == "for good" else "SY-08 block"
         assert [w.rpartition("/")[2] for w in found.where] == [line_of(marker)]
         assert "results do not change where nothing is NaN" in found.advice
+        # Its own search for NaN is no read of the script's.
+        assert sum(r.count for r in case.rank.surroundings.reads) == (how == "for good")
 
     @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
     def test_anomaly_detection_of_one_early_step_is_no_finding(self, run_case: Any) -> None:
