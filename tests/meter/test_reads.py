@@ -211,3 +211,33 @@ def test_a_read_in_a_hook_of_the_backward_pass_is_seen(measure: Any) -> None:
     (seen,) = measure(train, count=True).record.surroundings.reads
     assert "test_reads.py:" in seen.where
     assert seen.count == 1
+
+
+def test_small_copies_are_parked_values_inside_a_forward_and_a_part_of_the_batch_outside(
+    measure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No copy between devices can run on a CPU: a cosine stands for it."""
+    from torch import nn
+
+    from flopwise.meter import reads
+
+    def stand_in(name: str, args: Any, kwargs: Any, out: Any) -> Any:
+        return reads.Wait(SMALL_COPY, "cuda", 1, 4) if name == "aten::cos" else None
+
+    monkeypatch.setattr(reads, "wait_of", stand_in)
+
+    class Net(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.cos(torch.ones(()))
+
+    net = Net(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def train() -> None:
+        for _ in range(8):
+            labels = torch.cos(torch.ones(2, 1))
+            (net(torch.ones(2, 4)) - labels).sum().backward()
+            optimizer.step()
+
+    (seen,) = measure(train, count=True).record.surroundings.reads
+    assert (seen.kind, seen.count) == (SMALL_COPY, 1)

@@ -125,8 +125,10 @@ class Site(NamedTuple):
     metric: str | None
     on_host: bool  # the optimizer's own count of steps, which lives on the host
     ignored: bool  # ours, or in a data loader
+    in_forward: bool  # inside the call of a module
 
 
+_CALL = torch.nn.Module._call_impl.__code__
 #: Torch's own files by the part of torch that reads in them, as users know it.
 _VIA = {"clip_grad.py": "clip_grad_norm_", "grad_scaler.py": "GradScaler"}
 
@@ -135,9 +137,11 @@ def site_of(start: FrameType | None) -> Site:
     """Returns where an op was asked for, by the frames that led to it."""
     via, on_host, ignored, in_engine = "", False, False, False
     innermost: FrameType | None = None
+    in_forward = False
     for frame in frames(start):
         file = frame.f_code.co_filename
         ignored = ignored or (is_torch(file) and "/utils/data/" in file)
+        in_forward = in_forward or frame.f_code is _CALL
         if innermost is not None:
             continue
         if is_torch(file):
@@ -154,11 +158,12 @@ def site_of(start: FrameType | None) -> Site:
     if torch.is_anomaly_enabled() and (in_engine or innermost is None):
         ignored = True
     if innermost is None:
-        return Site(None, None, via, None, on_host, ignored)
+        return Site(None, None, via, None, on_host, ignored, in_forward)
     where = place(innermost)
     metric, outside = _metric(innermost)
     script = caller(outside or innermost)
-    return Site(where, script if script != where else None, via, metric, on_host, ignored)
+    script = script if script != where else None
+    return Site(where, script, via, metric, on_host, ignored, in_forward)
 
 
 #: Files of ours whose wrappers stand between the script and torch, and only pass its calls on.
@@ -289,6 +294,8 @@ class Reads:
 
     def _note(self, name: str, wait: Wait, frame: FrameType | None) -> None:
         site = site_of(frame)
+        if wait.kind == SMALL_COPY and not site.in_forward:
+            return  # a part of the batch
         if not site.ignored and self._now is not None:
             self._now.append((name, wait, site, torch.is_grad_enabled()))
 
