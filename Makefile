@@ -1,5 +1,5 @@
 # flopwise. Each target sets itself up first: it needs make, Python 3.10 or newer, and a package index.
-#   make demo             measures and tunes the two example scripts: some 4 minutes after the set-up
+#   make demo             measures and tunes the two example scripts: 3 to 5 minutes after the set-up
 #   make demo TORCH=any   the same with this machine's own torch: for a GPU
 #   make test             lint, types, import contracts, tests
 #   make docs             builds the documentation into build/site; a broken link is an error

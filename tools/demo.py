@@ -2,7 +2,7 @@
 
 python tools/demo.py      (make demo)
 
-On a CPU or a GPU, in four to five minutes. Everything is kept in a new folder below .demo/. The exit code is 0 only
+On a CPU or a GPU, in three to five minutes. Everything is kept in a new folder below .demo/. The exit code is 0 only
 if both scripts were measured, at least one fix was proven to help, and at least one was declined with its reason.
 """
 
@@ -156,7 +156,7 @@ def main() -> int:
         demo.env.setdefault("OMP_NUM_THREADS", "1")
     demo.say(
         f"flopwise measures two plain PyTorch scripts as they are, tries fixes on them, and proves what helped. "
-        f"On {described}. Some 4 minutes; a quiet machine helps."
+        f"On {described}. It takes 3 to 5 minutes; a quiet machine helps."
     )
     scripts = examples()
     for number, example in enumerate(scripts, 1):
