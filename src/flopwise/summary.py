@@ -20,9 +20,10 @@ from flopwise.hardware.ceilings import measured_peak
 from flopwise.hardware.host import cpu_model
 from flopwise.records import run as records
 from flopwise.records.ceilings import CeilingsRecord
-from flopwise.records.rank import FlopCount, RankRecord, StepRow
+from flopwise.records.rank import FlopCount, RankRecord, StepRow, Telemetry
 from flopwise.records.run import RunRecord
 from flopwise.trials.interval import mean_interval
+from flopwise.units import percent
 
 #: Share of the step that waits for data from which a job is called input-bound.
 INPUT_BOUND_FRAC = 0.2
@@ -59,12 +60,17 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
     step_s = statistics.fmean(means)
     sampled = {r.rank: _looked_at(r, timed[r.rank]) for r in ranks_timed}
     steps = _steps(lead, timed[lead.rank], step_s)
-    throughput = _throughput(ranks_timed, sampled, step_s, lead.counted_from)
+    missing = _missing(ranks, ranks_timed, lead.world_size)
+    devices = Devices.of(ranks_timed)
+    throughput = _throughput(ranks_timed, sampled, step_s, lead.counted_from, missing)
     own = statistics.fmean(_own_ns(r, timed[r.rank]) for r in ranks_timed)
     host = statistics.fmean(row.host_ns for r in ranks_timed for row in timed[r.rank])
     others = _other_trainings(everything, ranks)
-    notes = list(dict.fromkeys([*context.notes, *others, *_notes(ranks, timed)]))
-    mfu = _mfu(ranks_timed, timed, step_s, context, notes)
+    notes = list(dict.fromkeys([*context.notes, *others, *_notes(ranks, timed), *devices.notes]))
+    mfu = _mfu(ranks_timed, timed, step_s, context, notes, devices, missing)
+    if mfu.value and throughput.padding_frac:
+        share = percent(throughput.padding_frac)
+        notes.append(f"{share} of the positions are padding; MFU counts what they compute, too")
     record = RunRecord(
         schema=records.SCHEMA,
         flopwise=__version__,
@@ -73,7 +79,7 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
         script=context.script,
         exit_code=context.exit_code,
         complete=all(r.status == "complete" for r in ranks) and len(ranks) == lead.world_size,
-        env=_env(ranks),
+        env=_env(ranks, Devices.of(ranks)),
         steps=steps,
         step_s=_step_time(timed[lead.rank], step_s, lead.clock),
         throughput=throughput,
@@ -86,8 +92,8 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
             host_rss_peak_bytes=max(r.host_rss_peak_bytes for r in ranks),
         ),
         clocks=_clocks(lead),
-        energy=_energy(ranks_timed, step_s, throughput.samples_per_step),
-        cost=_cost(context.price_usd_per_hour, lead.world_size, step_s, throughput),
+        energy=_energy(devices, step_s, throughput.samples_per_step, missing),
+        cost=_cost(context.price_usd_per_hour, devices.priced, step_s, throughput, missing),
         ranks=_ranks(ranks, timed, lead.world_size),
         overhead_frac=own / host,
         overhead=records.Overhead(
@@ -106,6 +112,87 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
         notes=[*notes, *explain.notes(ranks_timed, record)],
         findings=find_causes(ranks_timed, record),
     )
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices that some ranks ran on, each counted once."""
+
+    shared_by: list[list[RankRecord]]  # the ranks by device; on a CPU each rank for itself
+    count: float  # for MFU: on a CPU one is what the peak was measured on, the threads of one rank
+    priced: int  # for cost: on a CPU one is a host
+    notes: list[str]
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankRecord]) -> Devices:
+        """Returns the devices of these ranks, told apart by host and UUID; where that is unknown, each has its own."""
+        by_host: dict[str, list[RankRecord]] = {}
+        for r in ranks:
+            by_host.setdefault(r.host, []).append(r)
+        if all(r.device_type == "cpu" for r in ranks):
+            count = sum(_cpus(here) for here in by_host.values())
+            return cls([[r] for r in ranks], count, len(by_host), _crowding(by_host))
+        found: dict[tuple[str, str], list[RankRecord]] = {}
+        for r in ranks:
+            found.setdefault((r.host, r.telemetry.uuid or f"of rank {r.rank}"), []).append(r)
+        notes = [
+            f"ranks {', '.join(str(r.rank) for r in group)} share one device of {host}: it counts once"
+            for (host, _), group in found.items()
+            if len(group) > 1
+        ]
+        notes += [
+            f"which device each of the {len(here)} ranks on {host} used is not known, so each counts as one of its own: "
+            "if ranks share a device, MFU is higher, and energy and cost are lower than given"
+            for host, here in by_host.items()
+            if len(here) > 1 and any(r.telemetry.uuid is None for r in here)
+        ]
+        return cls(list(found.values()), len(found), len(found), notes)
+
+
+def _cpus(here: Sequence[RankRecord]) -> float:
+    """Returns how many ranks' worth of threads the cores of one host hold, at most one a rank."""
+    cores = _cores(here)
+    wanted = sum(r.cpu_threads for r in here)
+    if cores is None or wanted <= cores:
+        return len(here)
+    return min(len(here), max(1.0, cores / here[0].cpu_threads))
+
+
+def _cores(here: Sequence[RankRecord]) -> int | None:
+    """Returns the cores that ranks on one host may use together, None if not known of all of them."""
+    facts = [r.surroundings for r in here if r.surroundings is not None and r.surroundings.masks]
+    if len(facts) < len(here):
+        return None
+    together = {core for f in facts for core in f.masks[-1].cores}
+    quotas = [f.usable_cores for f in facts if f.usable_cores < len(f.masks[-1].cores)]
+    return min([len(together), *([max(quotas)] if quotas else [])])
+
+
+def _crowding(by_host: dict[str, list[RankRecord]]) -> list[str]:
+    """Returns what is to be said where ranks on one host want more cores than there are."""
+    notes = []
+    for host, here in sorted(by_host.items()):
+        wanted, known = sum(r.cpu_threads for r in here), _cores(here)
+        cores = here[0].cpu_cores if known is None else known
+        if len(here) == 1 or wanted <= cores:
+            continue
+        shared = f"{len(here)} ranks with {wanted} threads share {cores} cores of {host}: "
+        if known is None:
+            shared += "the peak is what one rank reaches alone, so that MFU cannot come near 100 %"
+        else:
+            shared += f"they count as {_cpus(here):.3g} times what one rank reaches alone"
+        notes.append(shared)
+    return notes
+
+
+def _missing(
+    ranks: Sequence[RankRecord], ranks_timed: Sequence[RankRecord], world: int
+) -> str | None:
+    """Returns which ranks a sum over ranks would lack, None if there are none."""
+    gone, idle = world - len(ranks), len(ranks) - len(ranks_timed)
+    parts = [f"{gone} of {world} ranks have no record"] if gone > 0 else []
+    parts += [f"{idle} of {world} ranks timed no step"] if idle > 0 else []
+    return " and ".join(parts) or None
 
 
 def _looked_at(rank: RankRecord, timed: Sequence[StepRow]) -> list[StepRow]:
@@ -296,9 +383,14 @@ def _throughput(
     timed: dict[int, list[StepRow]],
     step_s: float,
     counted_from: str | None,
+    missing: str | None,
 ) -> records.Throughput:
+    """Returns the work a second; nothing but the steps where ranks are missing, whose work nobody saw."""
+
     def per_step(name: str) -> float | None:
         total = 0.0
+        if missing is not None:
+            return None
         for r in ranks:
             values = [getattr(row, name) for row in timed[r.rank]]
             known = [v for v in values if v is not None]
@@ -317,6 +409,7 @@ def _throughput(
         samples_per_step=samples,
         tokens_per_step=tokens,
         counted_from=counted_from,
+        reason=missing,
     )
 
 
@@ -325,16 +418,25 @@ def _phases(
     timed: dict[int, list[StepRow]],
     sampled: dict[int, list[StepRow]],
 ) -> records.Phases:
-    """Returns the phases: the wait for data over all timed steps, the rest over those looked at closely."""
+    """Returns the phases, which sum to the mean host time of a step.
+
+    The wait for data is known of every timed step. What is left is split as in the steps that were looked at closely,
+    in which our own hooks take longer.
+    """
     rows = [row for r in ranks for row in sampled[r.rank]]
+    every = [row for r in ranks for row in timed[r.rank]]
+    host_s = statistics.fmean(row.host_ns for row in every) * 1e-9
+    data_s = min(host_s, statistics.fmean(row.data_ns for row in every) * 1e-9)
+    left_ns = sum(max(0, row.host_ns - row.data_ns) for row in rows)
 
-    def mean(name: str) -> float:
-        return statistics.fmean(getattr(row, name) or 0 for row in rows) * 1e-9
+    def part(name: str) -> float:
+        ns: int = sum(getattr(row, name) or 0 for row in rows)
+        return ns / max(left_ns, named_ns, 1) * (host_s - data_s)
 
-    backward_s, optimizer_s = mean("backward_ns"), mean("optimizer_ns")
-    host_s = statistics.fmean(row.host_ns for r in ranks for row in timed[r.rank]) * 1e-9
-    data_s = statistics.fmean(row.data_ns for r in ranks for row in timed[r.rank]) * 1e-9
-    forward_s = mean("forward_ns") if any(row.forward_ns for row in rows) else None
+    named = ("forward_ns", "backward_ns", "optimizer_ns")
+    named_ns = sum(getattr(row, name) or 0 for row in rows for name in named)
+    forward_s = part("forward_ns") if any(row.forward_ns for row in rows) else None
+    backward_s, optimizer_s = part("backward_ns"), part("optimizer_ns")
     dry = [row.data_dry for row in rows if row.data_dry is not None]
     dry_frac = statistics.fmean(dry) if dry else None
     data_frac = data_s / host_s
@@ -367,14 +469,14 @@ def _mfu(
     step_s: float,
     context: Context,
     notes: list[str],
+    devices: Devices,
+    missing: str | None,
 ) -> records.Mfu:
     lead = ranks[0]
     peak, dtype_peaks, why = _peak(ranks, context, notes)
     work = [_rank_work(r, timed[r.rank]) for r in ranks]
     counts = lead.flops
-    reason = next((w.reason for w in work if w.reason), None)
-    if reason is None and len(ranks) < lead.world_size:
-        reason = f"{lead.world_size - len(ranks)} of {lead.world_size} ranks have no record"
+    reason = next((w.reason for w in work if w.reason), None) or missing
     coverage = min(counts, key=lambda c: c.coverage_frac) if counts else None
     if reason is not None:
         why = reason
@@ -405,7 +507,7 @@ def _mfu(
     )
     own_s = statistics.fmean(w.step_s for w in work) if all(w.step_s for w in work) else step_s
     ci95 = _step_time(timed[lead.rank], step_s, lead.clock).ci95
-    result = utilisations.utilisation(demand, own_s, reference, devices=len(ranks), ci95=ci95)
+    result = utilisations.utilisation(demand, own_s, reference, devices.count, ci95)
     return result if reason is None else replace(result, reason=reason)
 
 
@@ -469,8 +571,9 @@ def _rank_work(rank: RankRecord, rows: Sequence[StepRow]) -> _Work:
 
 
 def _times(count: FlopCount, micro_batches: float) -> float:
-    """Returns how often a step does what was counted: a count on fake tensors is of one forward and backward."""
-    return max(1.0, micro_batches) if count.method == "fake tensors" else 1.0
+    """Returns how often a step does what was counted: a count on fake tensors is of one forward and backward, one of
+    an eager step of as many as that step had; another step may have fewer, at the end of an epoch."""
+    return max(1.0, micro_batches) / count.micro_batches
 
 
 def _peak(
@@ -574,27 +677,47 @@ def _clocks(lead: RankRecord) -> records.Clocks:
     )
 
 
-def _energy(ranks: Sequence[RankRecord], step_s: float, samples: float | None) -> records.Energy:
+def _energy(
+    devices: Devices, step_s: float, samples: float | None, missing: str | None
+) -> records.Energy:
+    """Returns the energy of all devices; of a device that ranks share the longest window of one of them."""
     boundary = "GPU boards only (NVML energy counters): no CPU, memory, network, cooling or power supply loss"
-    reasons = [r.telemetry.reason or "not measured" for r in ranks if not r.telemetry.energy_j]
-    if reasons:
-        return records.Energy(None, None, None, None, boundary, reasons[0])
-    watts = sum((r.telemetry.energy_j or 0.0) / (r.telemetry.window_s or 1.0) for r in ranks)
+    windows = [_longest_window(group) for group in devices.shared_by]
+    reason = missing or next(
+        (w.reason or "not measured" for w in windows if not w.energy_j or not w.window_s), None
+    )
+    if reason is not None:
+        return records.Energy(None, None, None, None, boundary, reason)
+    watts = sum((w.energy_j or 0.0) / (w.window_s or 1.0) for w in windows)
     return records.Energy(
         watts=watts,
         j_per_sample=watts * step_s / samples if samples else None,
         j_per_step=watts * step_s,
-        window_s=min(r.telemetry.window_s or 0.0 for r in ranks),
+        window_s=min(w.window_s or 0.0 for w in windows),
         boundary=boundary,
         reason=None,
     )
 
 
+def _longest_window(group: Sequence[RankRecord]) -> Telemetry:
+    """Returns the telemetry with joules over the longest time, of ranks on one device."""
+    return max(
+        (r.telemetry for r in group),
+        key=lambda t: (bool(t.energy_j), t.window_s or 0.0, t.energy_j or 0.0),
+    )
+
+
 def _cost(
-    price: float | None, devices: int, step_s: float, throughput: records.Throughput
+    price: float | None,
+    devices: int,
+    step_s: float,
+    throughput: records.Throughput,
+    missing: str | None,
 ) -> records.Cost:
     if price is None:
         return records.Cost(None, None, None, None, "no price given (--price USD per device-hour)")
+    if missing is not None:
+        return records.Cost(price, None, None, None, "--price", reason=missing)
     per_s = price * devices / 3600
 
     def per_million(rate: float | None) -> float | None:
@@ -606,13 +729,14 @@ def _cost(
         usd_per_m_tokens=per_million(throughput.tokens_per_s),
         usd_per_m_samples=per_million(throughput.samples_per_s),
         price_source="--price",
+        devices=devices,
     )
 
 
-def _env(ranks: Sequence[RankRecord]) -> records.Env:
+def _env(ranks: Sequence[RankRecord], devices: Devices) -> records.Env:
     lead = ranks[0]
     return records.Env(
-        gpus=[r.device_name for r in ranks if r.device_name],
+        gpus=[group[0].device_name for group in devices.shared_by if group[0].device_name],
         torch=lead.torch,
         cuda=lead.cuda,
         nccl=lead.nccl,
@@ -664,14 +788,6 @@ def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list
         notes.append(
             f"only {len(timed[lead.rank])} steps were timed: the interval is wide, and warm-up may be in it"
         )
-    threads = {host: [r for r in ranks if r.host == host] for host in {r.host for r in ranks}}
-    for host, here in sorted(threads.items()):
-        wanted = sum(r.cpu_threads for r in here)
-        if lead.device_type == "cpu" and len(here) > 1 and wanted > here[0].cpu_cores:
-            notes.append(
-                f"{len(here)} ranks with {wanted} threads share {here[0].cpu_cores} cores of {host}: the peak is "
-                "what one rank reaches alone, so that MFU cannot come near 100 %"
-            )
     present = len(ranks)
     if present < lead.world_size:
         notes.append(f"{lead.world_size - present} of {lead.world_size} ranks left no record")

@@ -591,8 +591,9 @@ def test_the_device_time_of_a_span_is_split_by_host_times_and_not_across_a_pause
     rows, clock = finish.step_rows(raw, None)
     assert clock == "cuda events"
     assert [row.ns for row in rows[:3]] == [20, 40, 20]
-    assert [row.kind for row in rows] == ["timed"] * 3 + ["mixed", "evaluation", "mixed", "timed"]
-    assert rows[-1].ns == 12
+    kinds = ["timed"] * 3 + ["mixed", "evaluation", "mixed", "timed", "mixed"]
+    assert [row.kind for row in rows] == kinds
+    assert rows[-2].ns == 12
 
 
 class OwnState(nn.Linear):
@@ -643,3 +644,73 @@ def test_without_an_optimizer_every_backward_is_looked_at(measure: Any) -> None:
     net = model()
     measured = measure(lambda: plain_loop(net, DuckTyped(net.parameters()), 100), stride=None)
     assert measured.record.steps_seen in (99, 100)
+
+
+def test_close_looks_do_not_keep_step_with_a_pattern(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for i in range(400):
+            optimizer.zero_grad()
+            for _ in range(4 if i % 2 else 1):
+                loss_of(net).backward()
+            optimizer.step()
+
+    rows = measure(train, stride=8, steps=360, warmup=5).record.rows
+    looked = [row.micro_batches for row in rows if row.kind == "timed" and row.sampled]
+    assert 30 <= len(looked) <= 65
+    assert 0.25 < sum(n == 4 for n in looked) / len(looked) < 0.75
+
+
+def test_a_count_says_how_many_micro_batches_it_is_of(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for _ in range(12):
+            optimizer.zero_grad()
+            for _ in range(3):
+                loss_of(net).backward()
+            optimizer.step()
+
+    (count,) = measure(train, count=True).record.flops
+    assert count.micro_batches == 3
+
+
+def test_a_short_warmup_by_hand_still_waits_for_the_count(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    measured = measure(lambda: plain_loop(net, optimizer, 30), count=True, warmup=0, steps=5)
+    assert measured.record.flops
+    assert measured.kinds().count("timed") == 5
+
+
+def test_two_views_a_backward_do_not_count_samples_twice(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for _ in range(10):
+            optimizer.zero_grad()
+            (loss_of(net) + loss_of(net)).backward()
+            optimizer.step()
+
+    assert measure(train).record.rows[-1].samples is None
+
+
+def test_a_hook_that_cannot_be_taken_out_does_not_reach_the_script(
+    measure: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    session = Session(Config(steps=3, stride=1))
+
+    def broken() -> None:
+        raise RuntimeError("planted")
+
+    session.attach()
+    monkeypatch.setattr(session.roots, "release", broken)
+    plain_loop(net, optimizer, 30)
+    assert session.phase == "done"
+    assert any("planted" in note for note in session.notes)

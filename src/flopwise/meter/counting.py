@@ -87,7 +87,10 @@ class Counting:
         try:
             count = counter.stop()
             shape = session.interval.shape()
-            self.counts[shape] = dataclasses.replace(count, shape=shape)
+            backwards = session.interval.backwards
+            self.counts[shape] = dataclasses.replace(
+                count, shape=shape, micro_batches=max(1, backwards)
+            )
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
         self.settled = True

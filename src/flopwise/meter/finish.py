@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,8 @@ WARMUP_RULE = (
     "warm-up ends after at least 5 steps and the FLOP count, when no step of the last two compiled anything and the "
     "last three agree within 25 % (or at step 20); leading steps above 1.5x the median of the rest are dropped too"
 )
+#: The step at which a script is ended that cannot be ended.
+NEVER = -1
 #: Above this share of intervals an evaluation, a save or a loader start is part of the step, not a pause.
 PART_OF_THE_STEP_FRAC = 0.5
 
@@ -163,7 +165,7 @@ def build(snapshot: Snapshot) -> RankRecord:
         notes=notes,
         warmup_rule=WARMUP_RULE
         if session.config.warmup is None
-        else f"the first {session.config.warmup} steps are dropped (--warmup)",
+        else f"the first {session.config.warmup} steps are dropped (--warmup), and those until the FLOPs are counted",
         warmup_by_hand=session.config.warmup is not None,
         brief_own_ns=session.brief_own_ns(snapshot.rows),
         started_ns=time.time_ns() - time.perf_counter_ns() + snapshot.rows[0].end_ns
@@ -186,20 +188,18 @@ def step_rows(
     The first step has no beginning that anyone saw; so n raw rows give n - 1 intervals. `waits` are the waits for data
     of the brief ones, by their beginnings and ends.
     """
-    raw, on_device = _passed(raw)
+    last = _last_passed(raw)
     host = [after.end_ns - before.end_ns for before, after in pairwise(raw)]
-    spans, mixed = _device_spans(raw, host) if on_device else (host, set())
-    kinds = classify(raw, spans, warmup_by_hand)
+    spans, mixed = _device_spans(raw, host, last) if last is not None else (host, set())
+    kinds = classify(raw, spans, warmup_by_hand, mixed)
     waited = _waited(raw, waits)
     rows = [
-        _step_row(
-            row, span, host_ns, "mixed" if i in mixed and kind == "timed" else kind, waited[i + 1]
-        )
-        for i, (row, span, host_ns, kind) in enumerate(
-            zip(raw[1:], spans, host, kinds, strict=True)
+        _step_row(row, span, host_ns, kind, data_ns)
+        for row, span, host_ns, kind, data_ns in zip(
+            raw[1:], spans, host, kinds, waited[1:], strict=True
         )
     ]
-    return rows, "cuda events" if on_device else "host clock"
+    return rows, "cuda events" if last is not None else "host clock"
 
 
 def _waited(raw: Sequence[Row | Brief], waits: Sequence[tuple[int, int]]) -> list[int]:
@@ -243,33 +243,34 @@ def _stamp(row: Row | Brief) -> Stamp | None:
     return row.event if isinstance(row, Row) else None
 
 
-def _passed(raw: Sequence[Row | Brief]) -> tuple[list[Row | Brief], bool]:
-    """Returns the rows that the device has passed (waits for them, without spinning), and whether there is a device."""
-    rows = list(raw)
-    if not any(_stamp(row) for row in rows):
-        return rows, False
+def _last_passed(raw: Sequence[Row | Brief]) -> int | None:
+    """Returns the last row whose stamp the device has passed (waits for it, without spinning); None: no device."""
+    stamped = [i for i, row in enumerate(raw) if _stamp(row) is not None]
     deadline = time.monotonic() + 15
-    while rows:
-        stamp = _stamp(rows[-1])
-        if stamp is None or (not stamp.passed() and time.monotonic() > deadline):
-            rows.pop()  # a tail without a stamp cannot be timed; a device that is stuck has not got there
-        elif stamp.passed():
-            break
+    while stamped:
+        stamp = _stamp(raw[stamped[-1]])
+        if stamp is None or stamp.passed():
+            return stamped[-1]
+        if time.monotonic() > deadline:  # the device is stuck: what it has passed stands
+            stamped.pop()
         else:
             time.sleep(0.002)
-    return rows, True
+    return None
 
 
-def _device_spans(raw: Sequence[Row | Brief], host: Sequence[int]) -> tuple[list[int], set[int]]:
-    """Returns the device time of each interval, and which ones share their span with a pause.
+def _device_spans(
+    raw: Sequence[Row | Brief], host: Sequence[int], last: int
+) -> tuple[list[int], set[int]]:
+    """Returns the device time of each interval, and those of which it cannot be told.
 
     Between two stamps the device time is known as a whole. It is split by the host times of the steps in it; that is
-    no use where one of them held a pause, since nobody knows how much of the span was the pause's.
+    no use where one of them held a pause, since nobody knows how much of the span was the pause's. Nothing is known
+    of what comes after the last stamp that the device has passed.
     """
     spans = list(host)
-    mixed: set[int] = set()
+    mixed = set(range(last, len(host)))
     start: int | None = None  # the row of the stamp before
-    for end, row in enumerate(raw):
+    for end, row in enumerate(raw[: last + 1]):
         stamp = _stamp(row)
         if stamp is None:
             continue
@@ -286,7 +287,10 @@ def _device_spans(raw: Sequence[Row | Brief], host: Sequence[int]) -> tuple[list
 
 
 def classify(
-    raw: Sequence[Row | Brief], spans: Sequence[int], warmup_by_hand: int | None
+    raw: Sequence[Row | Brief],
+    spans: Sequence[int],
+    warmup_by_hand: int | None,
+    mixed: Collection[int] = (),
 ) -> list[str]:
     """Returns the kind of each interval (one fewer than rows): what it is, and so whether it is measured."""
     flags = [row.flags for row in raw[1:]]
@@ -305,21 +309,21 @@ def classify(
             held = [kind for bit, kind in pauses if f & bit]
             if held:
                 kinds.append("+".join(held))
-            elif warmup_by_hand is not None:
-                kinds.append("timed" if i + 1 >= warmup_by_hand else "warmup")
+            elif f & TIMED:
+                kinds.append("mixed" if i in mixed else "timed")
             else:
-                kinds.append("timed" if f & TIMED else "warmup")
+                kinds.append("warmup")
+    _use_what_there_is(kinds, 3 if warmup_by_hand is None else warmup_by_hand)
     if warmup_by_hand is None:
-        _use_what_there_is(kinds)
         _drop_slow_lead(kinds, spans)
     return kinds
 
 
-def _use_what_there_is(kinds: list[str]) -> None:
-    """A script that ended before the warm-up rule was met is measured on its last steps, all but the first two."""
+def _use_what_there_is(kinds: list[str], warmup: int) -> None:
+    """A script that ended before the warm-up was over is measured on its last steps, all but the first `warmup`."""
     if "timed" in kinds:
         return
-    for i in range(max(0, min(2, len(kinds) - 1)), len(kinds)):
+    for i in range(max(0, min(warmup - 1, len(kinds) - 1)), len(kinds)):
         if kinds[i] == "warmup":
             kinds[i] = "timed"
 
@@ -357,13 +361,14 @@ def agree_on_last_step(session: Session) -> int | None:
     since the others only look there once a step. A rank that left earlier would have the rest wait for it for ever.
     """
     rank, world, _ = identity()
-    if world == 1 or session.config.folder is None:
+    folder = _stop_folder(session)
+    if world == 1 or folder is None:
         return session.boundaries.total
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    folder = Path(session.config.folder) / f"stop-{attempt}"
     decision = folder / "step"
-    folder.mkdir(exist_ok=True)
     if rank == 0:
+        if any((folder / f"refused-{other}").exists() for other in range(1, world)):
+            _write_whole(decision, str(NEVER))
+            return NEVER
         if all((folder / f"rank-{other}").exists() for other in range(1, world)):
             stop = session.boundaries.total + _steps_ahead(session)
             _write_whole(decision, str(stop))
@@ -375,6 +380,24 @@ def agree_on_last_step(session: Session) -> int | None:
         with contextlib.suppress(OSError, ValueError):
             return int(decision.read_text(encoding="ascii"))
     return None
+
+
+def refuse_to_stop(session: Session) -> None:
+    """Tells the other ranks that this one can no longer end the script with them: its meter has failed."""
+    rank, world, _ = identity()
+    folder = _stop_folder(session)
+    if world > 1 and session.config.stop_after and folder is not None:
+        _write_whole(folder / ("step" if rank == 0 else f"refused-{rank}"), str(NEVER))
+
+
+def _stop_folder(session: Session) -> Path | None:
+    if session.config.folder is None:
+        return None
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    folder = Path(session.config.folder) / f"stop-{attempt}"
+    if identity()[1] > 1:
+        folder.mkdir(exist_ok=True)
+    return folder
 
 
 def _steps_ahead(session: Session) -> int:

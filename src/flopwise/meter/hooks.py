@@ -198,7 +198,11 @@ class Hooks:
             interval.loader_samples += found.samples
         if reading.has_embedding and found.ids is not None:
             interval.loader_tokens += found.ids.numel()
-            interval.real_tokens += real_tokens(found, reading.padding_idx) or 0
+            real = real_tokens(found, reading.padding_idx)
+            if real is None:
+                interval.real_known = False
+            else:
+                interval.real_tokens += real
         if not interval.backwards and not interval.forward_from_ns:
             interval.data_dry = session.device_ran_dry()
         interval.own_ns += now() - left

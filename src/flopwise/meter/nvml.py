@@ -61,6 +61,7 @@ class Device:
         name: str | None = None,
         sm_count: int | None = None,
         memory_bytes: int | None = None,
+        uuid: str | None = None,
     ) -> None:
         self._nvml = nvml
         self._handle = handle
@@ -69,6 +70,7 @@ class Device:
         self.name = name
         self.sm_count = sm_count
         self.memory_bytes = memory_bytes
+        self.uuid = _bare(uuid)
         mode = self._get("nvmlDeviceGetMigMode")
         # With MIG mode on, CUDA runs on slices only, whichever way the device was found.
         self.mig = mig or bool(mode and mode[0])
@@ -118,6 +120,10 @@ class Device:
     def read_name(self) -> str | None:
         """Returns the device's name by the driver, else the one it was found with."""
         return _text(self._get("nvmlDeviceGetName")) or self.name
+
+    def read_uuid(self) -> str | None:
+        """Returns the identity by which it was found, else the driver's, without a prefix."""
+        return self.uuid or _bare(_text(self._get("nvmlDeviceGetUUID")))
 
     def read_pci_device_id(self) -> str | None:
         """Returns vendor and device as in a PCI listing, e.g. `10de:2335`."""
@@ -181,6 +187,7 @@ def find(
             name=name,
             sm_count=sm_count,
             memory_bytes=memory_bytes,
+            uuid=uuid,
         )
 
     try:
@@ -192,7 +199,7 @@ def find(
     except Exception as error:
         nvml = None
         return device(None, reason=f"NVML: {error}")
-    bare = (uuid or "").removeprefix("GPU-").removeprefix("MIG-")
+    bare = _bare(uuid)
     if bare:
         whole = _try(nvml, "nvmlDeviceGetHandleByUUID", f"GPU-{bare}")
         if whole is not None:
@@ -222,9 +229,10 @@ def of_torch_device(index: int) -> Device:
         "sm_count": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
     }
+    uuid = _uuid(properties)
     if torch.version.hip is not None:
-        return Device(None, None, reason="NVML reads NVIDIA devices only", **known)
-    return find(uuid=_uuid(properties), pci_bus_id=_pci_bus_id(properties), **known)
+        return Device(None, None, reason="NVML reads NVIDIA devices only", uuid=uuid, **known)
+    return find(uuid=uuid, pci_bus_id=_pci_bus_id(properties), **known)
 
 
 @dataclass(frozen=True)
@@ -305,7 +313,11 @@ class Window:
         elif reason is None and self._period_s is None:
             self.sample(energy=True)
         elif reason is None and not self._stop():
-            return Telemetry(name=device.name, reason=f"NVML did not answer within {_JOIN_S:g} s")
+            return Telemetry(
+                name=device.name,
+                reason=f"NVML did not answer within {_JOIN_S:g} s",
+                uuid=device.uuid,
+            )
         samples = list(self._readings.samples)
         limits_w = (device.read_power_limit_w(), device.read_power_limit_default_w())
         energy_j, window_s, why = _energy(samples, device, limits_w)
@@ -328,6 +340,7 @@ class Window:
             sm_count=device.sm_count,
             memory_bytes=device.read_memory_bytes(),
             reason=reason or why,
+            uuid=device.read_uuid(),
         )
 
     def _run(self, end: threading.Event, period_s: float) -> None:
@@ -397,6 +410,11 @@ def _text(value: Any) -> str | None:
     if value is None:
         return None
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+
+
+def _bare(uuid: str | None) -> str | None:
+    """Returns a UUID without `GPU-` or `MIG-`."""
+    return (uuid or "").removeprefix("GPU-").removeprefix("MIG-") or None
 
 
 def _uuid(properties: Any) -> str | None:

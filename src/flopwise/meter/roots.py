@@ -157,6 +157,7 @@ class Roots:
             if self._lead is None:
                 self._lead = id(module)
             if self._lead == id(module):
+                interval.root_calls += 1
                 signature = self._read(args, kwargs)
                 if self.keep_inputs or self._calls < 3:
                     self._look_closely(module, args, kwargs)

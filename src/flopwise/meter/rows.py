@@ -61,7 +61,9 @@ class Interval:
         "optimizer_ns",
         "own_ns",
         "pause_ns",
+        "real_known",
         "real_tokens",
+        "root_calls",
         "root_samples",
         "root_tokens",
         "shapes",
@@ -80,6 +82,8 @@ class Interval:
         self.forward_from_ns = 0  # 0: no forward is under way
         self.loader_samples = self.loader_tokens = self.real_tokens = 0
         self.root_samples = self.root_tokens = 0
+        self.root_calls = 0  # of the root that was called first
+        self.real_known = True  # every batch has shown its real tokens
         self.shapes: list[str] = []
         self.data_dry: bool | None = None
         self.found_inf: Any = None

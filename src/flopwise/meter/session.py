@@ -8,7 +8,9 @@ synchronises with the device. Whatever fails in here is caught, reported once an
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import random
 import sys
 import threading
 import time
@@ -116,6 +118,7 @@ class Session:
         self.brief = False  # the running interval is only counted
         # From when to when such intervals waited for data: all of them, so that a stall at every n-th is not missed.
         self.waits: list[tuple[int, int]] = []
+        self._gaps = random.Random(0)  # of our own: the script's random numbers stay what they are
         self._stride = 1  # every how many steps one is looked at closely
         self._until_close = 0
         self._target = sys.maxsize if config.steps is None else config.steps
@@ -166,16 +169,20 @@ class Session:
     def detach(self) -> None:
         """Takes every hook out again."""
         if self.fast.on:
-            self.leave_fast()
+            with contextlib.suppress(Exception):
+                self.leave_fast()
         self.live = self.brief = self.fast.on = False
         self.phase = DONE
-        self.surroundings.close()
-        self.counting.abandon()
-        self.roots.release()
-        for failure in self.patches.undo():
-            self.note(f"a patch could not be undone: {failure}")
         if marks.current is self:
             marks.current = None
+        self.fresh.forget()
+        for part in (self.surroundings.close, self.counting.abandon, self.roots.release):
+            try:
+                part()
+            except Exception as error:
+                self.note(f"could not be taken out: {type(error).__name__}: {error}")
+        for failure in self.patches.undo():
+            self.note(f"a patch could not be undone: {failure}")
 
     @property
     def in_backward(self) -> bool:
@@ -388,6 +395,8 @@ class Session:
             flags |= COMPILED
         if self.phase == MEASURING:
             flags |= TIMED
+        # A root that is called several times for one backward (two views, a closure) does not count samples.
+        once = interval.root_calls <= max(1, interval.backwards)
         row = Row(
             end_ns=started,
             flags=flags,
@@ -398,9 +407,9 @@ class Session:
             own_ns=interval.own_ns + (interval.calls + 1) * self._own_call_ns,
             pause_ns=interval.pause_ns,
             micro_batches=interval.backwards,
-            samples=interval.loader_samples or interval.root_samples or None,
-            tokens=interval.loader_tokens or interval.root_tokens or None,
-            real_tokens=interval.real_tokens or None,
+            samples=interval.loader_samples or (interval.root_samples if once else 0) or None,
+            tokens=interval.loader_tokens or (interval.root_tokens if once else 0) or None,
+            real_tokens=(interval.real_tokens or None) if interval.real_known else None,
             shape=interval.shape(),
             data_dry=interval.data_dry,
             event=event,
@@ -419,9 +428,10 @@ class Session:
         # The first timed step is always looked at: a script may end before the next one is.
         looked = self.phase == MEASURING and flags & TIMED
         if self._stride > 1 and looked and self._timed + 1 < self._target:
-            self.brief = True
-            self._until_close = self._stride - 1
-            if self._sole and not self.hooks.nested:
+            # At random distances: a fixed one could always meet the same kind of step.
+            self._until_close = self._gaps.randrange(2 * self._stride - 1)
+            self.brief = self._until_close > 0
+            if self.brief and self._sole and not self.hooks.nested:
                 self.fast.sole = self._sole
                 self.fast.left = min(self._until_close, self._target - self._timed - 1)
                 self.fast.on = True
@@ -465,7 +475,8 @@ class Session:
     def _is_warm(self, n: int) -> bool:
         """The rule that ends the warm-up; `finish.WARMUP_RULE` says it in words."""
         if self.config.warmup is not None:
-            return n >= self.config.warmup
+            counted = not self.config.count or self.counting.settled
+            return n >= self.config.warmup and (counted or n >= 20)
         if (
             n < 5
             or (self.config.count and not self.counting.settled)
@@ -517,7 +528,10 @@ class Session:
         """Ends the script at the step that all ranks have agreed on."""
         if self._stop_at is None:
             self._stop_at = finish.agree_on_last_step(self)
-        if self._stop_at is not None and self.boundaries.total >= self._stop_at:
+        if self._stop_at == finish.NEVER:
+            self.note("--stop-after: another rank is not measured, so the script was not ended")
+            self.detach()
+        elif self._stop_at is not None and self.boundaries.total >= self._stop_at:
             self.detach()
             raise StopTraining
 
@@ -596,6 +610,8 @@ class Session:
         """Reports a failure of ours, takes every hook out, and lets the script go on."""
         self.detach()
         self._complain(error)
+        with contextlib.suppress(Exception):
+            finish.refuse_to_stop(self)
 
     def _complain(self, error: BaseException) -> None:
         if self._warned:

@@ -58,6 +58,7 @@ class FlopCount:
     by_op: dict[str, int]
     cross_check: str | None
     notes: list[str] = field(default_factory=list)
+    micro_batches: int = 1  # backward passes in what was counted
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Telemetry:
     sm_count: int | None = None
     memory_bytes: int | None = None
     reason: str | None = None  # why energy is None
+    uuid: str | None = None  # of the device, as torch or NVML gives it, without "GPU-"
 
 
 @dataclass(frozen=True)
@@ -123,5 +125,7 @@ class RankRecord:
     float32_matmul_precision: str
     brief_own_ns: int = 0  # time inside our hooks over all steps that were only counted
     started_ns: int = 0  # wall clock at the first step end, ns since 1970; 0: no step
-    launch: str = ""  # where its ranks meet (address, port, torchrun's id and restart), "" for one alone
+    launch: str = (
+        ""  # where its ranks meet (address, port, torchrun's id and restart), "" for one alone
+    )
     surroundings: Surroundings | None = None  # None: not looked at
