@@ -77,8 +77,8 @@ class HostRead:
 
     op: str  # e.g. "aten::_local_scalar_dense"
     kind: str  # see meter/reads.py
-    where: str | None  # innermost "file:line" outside of torch and flopwise; None: in the backward pass
-    caller: str | None  # the script's own "file:line", where `where` is in an installed package
+    where: str | None  # innermost "file:line" outside of torch; None: in the backward pass
+    caller: str | None  # the script's own line, where `where` is in an installed package
     via: str  # torch's function in between that asked for it, "" for none
     metric: str | None  # class of the metric whose method it was in
     count: int  # in all steps that were looked at
