@@ -18,6 +18,7 @@ from flopwise.records import ceilings as ceilings_records
 from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
 from flopwise.records.rank import FlopCount, RankRecord, StepRow, Telemetry
 from flopwise.records.run import RunRecord
+from flopwise.records.surroundings import CoreMask, Surroundings
 from flopwise.summary import Context, one_per_rank
 
 MakeRank = Callable[..., RankRecord]
@@ -142,6 +143,148 @@ def test_a_missing_rank_is_named_and_costs_the_mfu(make_rank: MakeRank) -> None:
     assert record.mfu.value is None
     assert record.mfu.reason == "1 of 3 ranks have no record"
     assert "1 of 3 ranks left no record" in record.notes
+
+
+def test_sums_over_ranks_are_not_given_where_ranks_are_missing(make_rank: MakeRank) -> None:
+    def rank(n: int, **more: Any) -> RankRecord:
+        seen = Telemetry(energy_j=900.0, window_s=3.0, uuid=f"gpu{n}")
+        return make_rank(world_size=3, rank=n, pid=n, device_type="cuda", telemetry=seen, **more)
+
+    context = replace(ONE_TERA, price_usd_per_hour=3.6)
+    whole = summarise(rank(0), rank(1), rank(2), context=context)
+    assert whole.throughput.samples_per_s == pytest.approx(1200)
+    assert (whole.energy.watts, whole.cost.devices) == (900.0, 3)
+    for ranks, why in (
+        ([rank(0), rank(2)], "1 of 3 ranks have no record"),
+        ([rank(0), rank(2), rank(1, steps=0)], "1 of 3 ranks timed no step"),
+        ([rank(0), rank(1, steps=0)], "1 of 3 ranks have no record and 1 of 3 ranks timed no step"),
+    ):
+        record = summarise(*ranks, context=context)
+        work, energy, cost = record.throughput, record.energy, record.cost
+        assert (work.samples_per_s, work.samples_per_step, work.reason) == (None, None, why)
+        assert work.steps_per_s == pytest.approx(100)
+        assert (energy.watts, energy.j_per_step, energy.j_per_sample) == (None, None, None)
+        assert (cost.usd_per_1k_steps, cost.usd_per_m_samples, cost.devices) == (None, None, None)
+        assert energy.reason == cost.reason == record.mfu.reason == why
+
+
+# ---------------------------------------------------------------------- ranks that share a device
+
+
+def on_gpu(make_rank: MakeRank, uuid: str | None, rank: int, **more: Any) -> RankRecord:
+    seen = Telemetry(energy_j=900.0 + rank, window_s=3.0 + rank, uuid=uuid)
+    return make_rank(
+        world_size=2, rank=rank, pid=rank, device_type="cuda", device_name="NVIDIA H200",
+        telemetry=seen, **more,
+    )  # fmt: skip
+
+
+def test_ranks_on_one_device_count_it_once(make_rank: MakeRank) -> None:
+    context = replace(ONE_TERA, price_usd_per_hour=3.6)
+    one = summarise(*(on_gpu(make_rank, "a", n) for n in (0, 1)), context=context)
+    assert one.mfu.value == pytest.approx(2e9 / 0.01 / 1e12)
+    assert one.energy.watts == pytest.approx(901 / 4)  # of the longer window
+    assert one.cost.usd_per_1k_steps == pytest.approx(0.01)
+    assert one.env.gpus == ["NVIDIA H200"]
+    assert any(note.startswith("ranks 0, 1 share one device") for note in one.notes)
+    two = summarise(*(on_gpu(make_rank, uuid, n) for n, uuid in enumerate("ab")), context=context)
+    assert two.mfu.value == pytest.approx(1e9 / 0.01 / 1e12)
+    assert two.energy.watts == pytest.approx(300 + 901 / 4)
+    assert (two.cost.devices, len(two.env.gpus)) == (2, 2)
+    assert not any("device" in note for note in two.notes)
+
+
+def test_a_uuid_is_one_of_its_host(make_rank: MakeRank) -> None:
+    ranks = [on_gpu(make_rank, "a", n, host=f"host{n}") for n in (0, 1)]
+    assert summarise(*ranks).mfu.value == pytest.approx(0.1)
+
+
+def test_devices_that_cannot_be_told_apart_are_said(make_rank: MakeRank) -> None:
+    record = summarise(*(on_gpu(make_rank, None, n) for n in (0, 1)))
+    assert record.mfu.value == pytest.approx(0.1)
+    assert any("which device each of the 2 ranks" in note for note in record.notes)
+    apart = summarise(*(on_gpu(make_rank, None, n, host=f"host{n}") for n in (0, 1)))
+    assert not any("which device" in note for note in apart.notes)
+
+
+def test_on_a_cpu_hosts_are_paid_for(make_rank: MakeRank) -> None:
+    context = replace(ONE_TERA, price_usd_per_hour=3.6)
+    two = [make_rank(world_size=2, rank=n, pid=n) for n in (0, 1)]
+    assert summarise(*two, context=context).cost.usd_per_1k_steps == pytest.approx(0.01)
+    apart = [replace(r, host=f"host{r.rank}") for r in two]
+    assert summarise(*apart, context=context).cost.usd_per_1k_steps == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("cores", "usable", "threads", "count", "said"),
+    [
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], 4, 4, 1, "2 ranks with 8 threads share 4 cores"),
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], 4, 3, 4 / 3, "they count as 1.33 times what one"),
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], 2, 2, 1, "2 ranks with 4 threads share 2 cores"),  # quota
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], 4, 4, 2, None),  # bound to cores of their own
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], 4, 2, 2, None),
+    ],
+)
+def test_a_cpu_is_no_more_than_its_cores(
+    make_rank: MakeRank,
+    cores: list[list[int]],
+    usable: int,
+    threads: int,
+    count: float,
+    said: str | None,
+) -> None:
+    ranks = [
+        make_rank(
+            world_size=2, rank=n, pid=n, cpu_threads=threads,
+            surroundings=Surroundings(8, usable, [CoreMask("at attach", None, mask)]),
+        )
+        for n, mask in enumerate(cores)
+    ]  # fmt: skip
+    record = summarise(*ranks)
+    assert record.mfu.value == pytest.approx(2e9 / (count * 0.01) / 1e12)
+    assert any(said in note for note in record.notes) if said else "share" not in str(record.notes)
+
+
+# ---------------------------------------------------------------------- phases
+
+
+def test_phases_sum_to_the_mean_step_although_steps_looked_at_take_longer(
+    make_rank: MakeRank,
+) -> None:
+    rank = make_rank()
+    close = replace(
+        rank.rows[0], ns=800, host_ns=800, data_ns=200, forward_ns=300, backward_ns=150,
+        optimizer_ns=90,
+    )  # fmt: skip
+    brief = StepRow(600, 600, "timed", data_ns=60, sampled=False)
+    phases = summarise(replace(rank, rows=[close, *[brief] * 9])).phases
+    data_ns, host_ns = 200 + 9 * 60, 800 + 9 * 600
+    left_s = (host_ns - data_ns) / 10 * 1e-9
+    assert phases.data_s == pytest.approx(data_ns / 10 * 1e-9)
+    assert phases.data_frac == pytest.approx(data_ns / host_ns)
+    assert phases.forward_s == pytest.approx(left_s * 300 / 600)
+    assert phases.backward_s == pytest.approx(left_s * 150 / 600)
+    assert phases.optimizer_s == pytest.approx(left_s * 90 / 600)
+    assert phases.other_s == pytest.approx(left_s * 60 / 600)
+
+
+def test_phases_that_overlap_do_not_pass_the_step(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    rows = [replace(row, forward_ns=row.ns, data_ns=row.ns // 5) for row in rank.rows]
+    phases = summarise(replace(rank, rows=rows)).phases
+    parts = (phases.data_s, phases.forward_s, phases.backward_s, phases.optimizer_s, phases.other_s)
+    assert sum(part or 0.0 for part in parts) == pytest.approx(0.01)
+
+
+def test_padding_that_mfu_counts_is_said(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    for real, notes in (
+        (75, ["25 % of the positions are padding; MFU counts what they compute, too"]),
+        (100, []),
+    ):
+        rows = [replace(row, tokens=100, real_tokens=real) for row in rank.rows]
+        record = summarise(replace(rank, rows=rows))
+        assert [note for note in record.notes if "padding" in note] == notes
 
 
 def test_no_flops_no_mfu_and_why(make_rank: MakeRank) -> None:

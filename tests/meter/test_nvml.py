@@ -100,6 +100,9 @@ class FakeNvml:
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
         return SimpleNamespace(total=150_754_820_096)
 
+    def nvmlDeviceGetUUID(self, handle: str) -> str:
+        return f"GPU-{UUID}"
+
 
 def window(fake: FakeNvml, seconds: float = 2.0) -> nvml.Window:
     """Returns a window without a thread whose clock moves `seconds` a reading."""
@@ -131,6 +134,7 @@ class TestWindow:
             sm_count=132,
             memory_bytes=150_754_820_096,
             reason=None,
+            uuid=UUID,
         )
 
     def test_the_counter_is_read_at_the_two_ends_only(self) -> None:
@@ -279,6 +283,15 @@ class TestFinding:
         fake = FakeNvml()
         fake.nvmlDeviceGetCount = lambda: 1  # type: ignore[method-assign]
         assert nvml.find(nvml=fake).reason is None
+
+    def test_its_uuid_is_the_one_it_was_found_by_or_the_drivers(self) -> None:
+        fake = FakeNvml()
+        assert nvml.find(uuid=f"GPU-{UUID}", nvml=fake).read_uuid() == UUID
+        assert nvml.find(pci_bus_id="00000000:1b:00.0", nvml=fake).read_uuid() == UUID
+        fake.absent = {"nvmlDeviceGetUUID"}
+        assert nvml.find(pci_bus_id="00000000:1b:00.0", nvml=fake).read_uuid() is None
+        lost = nvml.find(uuid="GPU-5", pci_bus_id="00000000:ff:00.0", nvml=fake)
+        assert (lost.reason is None, lost.read_uuid()) == (False, "5")
 
     def test_a_mig_slice_is_found_by_its_uuid_and_read_through_its_device(self) -> None:
         fake = FakeNvml()

@@ -59,6 +59,43 @@ def test_mfu_line_names_what_differs_and_only_that(sample):
     )
 
 
+def test_padding_is_named_beside_the_value(sample):
+    record = sample("cpu")
+    work = dataclasses.replace(record.throughput, padding_frac=0.25)
+    padded = dataclasses.replace(record, throughput=work)
+    assert line(padded, "MFU").startswith(
+        "44.1 % · attention counted full · padding counted (25 %)"
+    )
+    assert "padding" not in line(record, "MFU")
+
+
+def test_sums_that_lack_ranks_are_not_given_and_say_why(sample):
+    record = sample("unknown_gpu")
+    none = dict.fromkeys(["samples_per_s", "tokens_per_s", "real_tokens_per_s", "padding_frac"])
+    work = dataclasses.replace(
+        record.throughput, **none, samples_per_step=None, reason="1 of 2 ranks have no record"
+    )
+    cost = dataclasses.replace(
+        record.cost, usd_per_m_tokens=None, usd_per_m_samples=None, usd_per_1k_steps=None,
+        reason="1 of 2 ranks have no record",
+    )  # fmt: skip
+    record = dataclasses.replace(record, throughput=work, cost=cost)
+    assert line(record, "throughput") == (
+        "27 steps/s · samples and tokens are not given: 1 of 2 ranks have no record"
+    )
+    assert line(record, "cost") == (
+        "not given: 1 of 2 ranks have no record · at $2.50 a device hour (--price)"
+    )
+
+
+def test_cost_says_how_many_devices_were_paid_for(sample):
+    record = sample("unknown_gpu")
+    cost = dataclasses.replace(record.cost, devices=2)
+    assert line(dataclasses.replace(record, cost=cost), "cost").endswith(
+        "at 2 x $2.50 a device hour (--price)"
+    )
+
+
 def test_mask_aware_value_can_stand_alone(sample):
     record = with_mfu(sample("cpu"), value=None, reason="above 1", achieved_flops_per_s=None)
     text = lines(record)

@@ -50,7 +50,7 @@ def utilisation(
     demand: Demand,
     step_s: float,
     reference: Reference,
-    devices: int = 1,
+    devices: float = 1,
     ci95: tuple[float, float] | None = None,
 ) -> Mfu:
     """Returns MFU, its mask-aware and dtype-weighted forms and HFU, each None where it cannot be trusted.
@@ -59,7 +59,7 @@ def utilisation(
         demand: FLOPs of one step over all ranks.
         step_s: mean seconds a step.
         reference: the device's peaks; every device is of this kind.
-        devices: how many devices shared the step.
+        devices: how many devices shared the step; not whole where threads of several ranks share cores.
         ci95: 95 % interval of the mean step time, named when a value is refused that the noise could explain.
     """
     trouble = _unusable(demand, step_s, devices)
@@ -101,7 +101,7 @@ def utilisation(
     )
 
 
-def _unusable(demand: Demand, step_s: float, devices: int) -> str | None:
+def _unusable(demand: Demand, step_s: float, devices: float) -> str | None:
     """Returns why no number can come out of these inputs, None if one can."""
     if not math.isfinite(step_s) or step_s <= 0:
         return f"the step time is {step_s}: it must be a positive number of seconds"

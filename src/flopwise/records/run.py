@@ -17,7 +17,7 @@ SCHEMA = "flopwise.run/1"
 class Env:
     """Where the run took place."""
 
-    gpus: list[str]  # device names as the driver gives them, one a rank that has one; [] on CPU
+    gpus: list[str]  # device names as the driver gives them, one a device that is used; [] on CPU
     torch: str  # torch.__version__
     cuda: str | None  # CUDA version torch was built for; None for a CPU build
     nccl: str | None
@@ -95,6 +95,7 @@ class Throughput:
     samples_per_step: float | None  # over all ranks and micro-batches
     tokens_per_step: float | None
     counted_from: str | None  # e.g. "first dimension of the loader's batch"
+    reason: str | None = None  # why the work of all ranks is not known although batches were seen
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,8 @@ class Cost:
     usd_per_m_tokens: float | None
     usd_per_m_samples: float | None
     price_source: str
+    devices: int | None = None  # that the price was multiplied by; on a CPU a device is a host
+    reason: str | None = None  # why there is no cost although there is a price
 
 
 @dataclass(frozen=True)

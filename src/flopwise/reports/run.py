@@ -101,7 +101,7 @@ def _signal(number: int) -> str:
 
 def _results(screen: Screen, record: RunRecord) -> None:
     mfu, time = record.mfu, record.step_s
-    screen.flow("MFU", run_mfu.value(mfu), style="bold")
+    screen.flow("MFU", run_mfu.value(record), style="bold")
     if mfu.value is None:
         screen.flow("", [*run_mfu.mask_aware(mfu), *run_mfu.rate(mfu)])
     screen.flow(
@@ -139,10 +139,12 @@ def _throughput(record: RunRecord) -> list[Piece]:
     items.append(figures.number(work.steps_per_s, "steps/s"))
     if work.samples_per_step is not None:
         items.append(figures.number(work.samples_per_step, "samples a step"))
-    if work.counted_from:
+    if work.counted_from and not work.reason:
         items.append(f"counted from the {work.counted_from}")
-    elif work.samples_per_s is None:
+    elif work.samples_per_s is None and not work.reason:
         items.append("samples were not visible")
+    if work.reason:
+        items.append((f"samples and tokens are not given: {work.reason}", WARN))
     return items
 
 
@@ -175,8 +177,13 @@ def _cost(record: RunRecord) -> list[Piece]:
         (cost.usd_per_1k_steps, "a thousand steps"),
     ]
     items: list[Piece] = [f"{figures.money(usd)} {of}" for usd, of in shown if usd is not None]
+    if cost.reason:
+        items.append((f"not given: {cost.reason}", WARN))
     price = figures.money(cost.usd_per_device_hour)
-    return [*items, f"at {price} a device hour ({cost.price_source})"]
+    several = cost.devices is not None and cost.devices != 1
+    times = f"{cost.devices} x " if several else ""
+    of = "host" if record.env.device_type == "cpu" else "device"
+    return [*items, f"at {times}{price} a {of} hour ({cost.price_source})"]
 
 
 def _basis(screen: Screen, record: RunRecord) -> None:

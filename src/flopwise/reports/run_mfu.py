@@ -11,11 +11,14 @@ LOW_COVERAGE_FRAC = 0.98  # below this share of covered work, MFU is a lower bou
 _PEAK_KINDS = {"datasheet": "data sheet", "measured": "measured", "given": "given"}
 
 
-def value(mfu: Mfu) -> list[Piece]:
+def value(record: RunRecord) -> list[Piece]:
     """Returns MFU with its convention, or why there is none."""
+    mfu = record.mfu
     if mfu.value is None:
         return [(f"not given: {mfu.reason or 'the record has no reason'}", WARN)]
     items: list[Piece] = [(figures.percent(mfu.value), "bold cyan"), "attention counted full"]
+    if record.throughput.padding_frac:
+        items.append((f"padding counted ({percent(record.throughput.padding_frac)})", WARN))
     if mfu.value_causal is not None:
         same = mfu.value_causal == mfu.value
         items.append("mask-aware the same" if same else f"{percent(mfu.value_causal)} mask-aware")

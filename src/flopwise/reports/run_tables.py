@@ -11,7 +11,7 @@ TABLE_ROWS = 8  # longer tables are cut, and say so
 
 
 def host(screen: Screen, record: RunRecord) -> None:
-    """Draws the phases of the host as bars. Shares are of their sum, as in `data_frac`."""
+    """Draws the phases of the host as bars. Shares are of their sum, the mean host time of a step."""
     phases = record.phases
     screen.line(("where the host spends the step", "bold"))
     cells = min(max(screen.width - 46, 6), 40)
