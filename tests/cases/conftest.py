@@ -67,7 +67,7 @@ def run_case(conclude: Callable[..., Case]) -> Iterator[Callable[..., Case]]:
         try:
             train()
         finally:
-            session.boundaries.close()
+            session.settle()
             session.detach()
         rank = finish.build(finish.Snapshot.of(session, "complete"))
         return conclude(rank, peak=peak)

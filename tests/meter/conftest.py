@@ -39,7 +39,7 @@ def measure() -> Iterator[Callable[..., Measured]]:
         try:
             train()
         finally:
-            session.boundaries.close()
+            session.settle()
             session.detach()
         return Measured(session, finish.build(finish.Snapshot.of(session, "complete")))
 

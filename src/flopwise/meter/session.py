@@ -198,6 +198,17 @@ class Session:
         """Returns whether the device has done all that was issued up to the last step's end; None: unknown."""
         return self._last_event.passed() if self._last_event is not None else None
 
+    def settle(self) -> None:
+        """The script has ended: settles how many steps it made."""
+        self.boundaries.close()
+        if (
+            self.mode in (None, "backward")
+            and self.fresh.leaf is not None
+            and self.interval.backwards
+        ):
+            self.mode = "backward"
+            self.boundaries.total += 1  # the last one, which no later backward has closed
+
     def note(self, text: str) -> None:
         """Keeps a remark for the report, once."""
         if text not in self.notes:
@@ -563,7 +574,7 @@ class Session:
             for thread in self._writers:
                 thread.join(timeout=20)
             if self.phase in (WARMUP, MEASURING) and self.live:
-                self.boundaries.close()
+                self.settle()
                 self.window.close()
                 self.detach()
                 enough = self.config.steps is None and self._timed >= FIRST_RECORD_STEPS
