@@ -12,7 +12,8 @@ import json
 import os
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from flopwise.meter.rows import COMPILED, COUNTED, EPOCH, EVALUATION, SAVE, Row
 from flopwise.meter.session import Session
 from flopwise.records.store import write_text
 from flopwise.records.verdict import Comparison, Parity, Trial
-from flopwise.trials.compare import PairedComparison
+from flopwise.trials.compare import PairedComparison, withheld, withhold
 from flopwise.trials.schedule import BlockPlan, Schedule, plan_blocks
 
 #: Steps that hold something else than a steady step are no measurement.
@@ -55,9 +56,8 @@ class Driver:
         self._fixes = [f for f in FIXES if f.code in options["fixes"]]
         self._comparisons = int(options.get("comparisons", len(self._fixes)))
         self._seed = int(options.get("seed", 0))
-        self._with_aa = bool(options.get("aa", True))
         self._trials: list[Trial] = []
-        self._aa: Comparison | None = None
+        self._aa = _control(options.get("aa"))  # of an earlier process of the same tune
         self._notes: list[str] = []
         self._steps: Steps | None = None
         self._previous: Row | None = None
@@ -82,8 +82,12 @@ class Driver:
         # What the script does by itself, before any fix of ours compiles or casts anything.
         self._facts = facts_of(self._session, self._session.roots.autocast)
         rows = yield from self._steady(PLANNING_STEPS)
-        if self._with_aa and len(rows) >= FEWEST_STEADY:
+        if self._aa is None and len(rows) >= FEWEST_STEADY:
             self._aa = yield from self._aa_trial(self._blocks(rows))
+            if self._aa is None:
+                self._notes.append(
+                    "the A/A control had too few pairs of blocks to judge: the trials were not held against it"
+                )
             self._write("running")
         for kind in self._fixes:
             fix = kind()
@@ -159,6 +163,8 @@ class Driver:
         comparison = PairedComparison(comparisons=self._comparisons)
         yield from self._compare(plan, comparison, applied, control_every=0)
         found = comparison.comparison()
+        if found is not None and self._aa is not None:
+            found = withhold(found, self._aa)
         trouble = applied.failure()
         if trouble:
             self._add(fix, "declined", trouble, found, parity, applied)
@@ -321,14 +327,19 @@ class Driver:
             "aa": dataclasses.asdict(self._aa) if self._aa is not None else None,
             "notes": self._notes,
         }
-        from pathlib import Path
-
         write_text(Path(self._path), json.dumps(content, indent=1) + "\n")
 
 
 def install(session: Session, options: dict[str, Any]) -> None:
     """Makes `session` run trials instead of a measurement."""
     session.observers.append(Driver(session, options))
+
+
+def _control(stored: Mapping[str, Any] | None) -> Comparison | None:
+    """Returns an A/A control from the options of a launch, None if none has run yet."""
+    if stored is None:
+        return None
+    return Comparison(**{**stored, "ci95": (float(stored["ci95"][0]), float(stored["ci95"][1]))})
 
 
 def _passed(row: Row) -> bool:
@@ -349,6 +360,8 @@ def _reason(found: Comparison, warm_s: float) -> str:
         return gain
     if found.outcome == "slower":
         return f"slower by {100 * (found.ratio - 1):.1f} %"
+    if withheld(found):
+        return f"not believed: {found.note}"
     detail = f" ({found.note})" if found.note else ""
     return f"no gain shown: a gain of {100 * found.minimum_detectable_frac:.1f} % would have been{detail}"
 

@@ -247,6 +247,12 @@ class _Arms:
         return median(self._slopes) if len(self._slopes) > 1 else 0.0
 
 
+def withheld(comparison: Comparison) -> bool:
+    """Returns whether the interval excludes 1 although the outcome is "not shown"; the note says why."""
+    low, high = comparison.ci95
+    return comparison.outcome == "not shown" and not low <= 1 <= high
+
+
 def withhold(comparison: Comparison, control: Comparison) -> Comparison:
     """Returns the comparison, its outcome withheld if a separate A/A trial does not cover 1."""
     if control.ci95[0] <= 1 <= control.ci95[1]:
