@@ -7,10 +7,12 @@ import os
 import random
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from flopwise import plans
 from flopwise._version import __version__
@@ -23,7 +25,9 @@ from flopwise.records import plan as plan_records
 from flopwise.records import store, verdict
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import Comparison, Proof, Trial, TuneRecord
-from flopwise.trials.compare import compare_runs
+from flopwise.reports.stream import look
+from flopwise.reports.terminal import render_tune
+from flopwise.trials.proof import Conclusion, conclude
 
 
 @dataclass
@@ -55,15 +59,16 @@ class Tuning:
         trials, aa, device_torch = self._trials()
         kept = [t for t in trials if t.verdict == "kept"]
         proof: Proof | None = None
-        final: RunRecord | None = None
         plan_path: Path | None = None
-        if kept:
-            proof, final = self._prove(_to_apply(kept))
-            doubt = _doubt(proof) if proof is not None else None
-            if proof is not None and doubt is None:
+        concluded = self._prove(_to_apply(kept)) if kept else None
+        if concluded is not None:
+            proof = concluded.proof
+            trials = [_as_proven(trial, concluded) for trial in trials]
+            kept = [t for t in trials if t.verdict == "kept"]
+            if concluded.doubt is None:
                 plan_path = self._write_plan(kept, proof, device_torch or baseline.env.torch)
-            elif doubt is not None:
-                self.notes.append(f"{doubt}: no plan was written")
+            else:
+                self.notes.append(f"{concluded.doubt}: no plan was written")
         record = TuneRecord(
             schema=verdict.SCHEMA,
             flopwise=__version__,
@@ -71,9 +76,9 @@ class Tuning:
             command=self.command or ["flopwise", "tune", *self.job.typed],
             script=self.job.script,
             baseline_step_s=proof.comparison.old_s if proof else baseline.step_s.mean,
-            baseline_mfu=baseline.mfu.value,
+            baseline_mfu=proof.mfu_old if proof else baseline.mfu.value,
             final_step_s=proof.comparison.new_s if proof and plan_path else None,
-            final_mfu=final.mfu.value if final is not None and plan_path else None,
+            final_mfu=proof.mfu_new if proof and plan_path else None,
             aa_spread_frac=_half_width(aa),
             aa=aa,
             trials=trials,
@@ -129,7 +134,7 @@ class Tuning:
                     "per_fix_s": self.per_fix_s,
                     "comparisons": len(self.codes),
                     "seed": 1000 * attempt,
-                    "aa": aa is None,
+                    "aa": asdict(aa) if aa is not None else None,
                 },
             }
             names = ", ".join(name for code, name in FIXES if code in open_codes)
@@ -157,13 +162,12 @@ class Tuning:
         return done, aa, torch
 
     def _read_trials(self, name: str) -> tuple[list[Trial], Comparison | None, str | None] | None:
-        import msgspec
-
         path = self.folder / name / "trials.json"
         try:
             data = json.loads(path.read_bytes())
             trials = msgspec.convert(data["trials"], list[Trial])
             aa = msgspec.convert(data["aa"], Comparison | None)
+            self.notes += msgspec.convert(data["notes"], list[str])
             return trials, aa, str(data["torch"])
         except (OSError, ValueError, KeyError, msgspec.ValidationError):
             failed = sorted((self.folder / name).glob("failed-*.txt"))
@@ -171,13 +175,10 @@ class Tuning:
                 self.notes.append(failed[0].read_text(encoding="utf-8").strip()[:300])
             return None
 
-    def _prove(self, fixes: list[dict[str, Any]]) -> tuple[Proof | None, RunRecord | None]:
+    def _prove(self, fixes: list[dict[str, Any]]) -> Conclusion | None:
         """Runs the bare script and the plan in fresh processes, in random order within each pair."""
         coin = random.Random(0)
-        means: dict[str, list[float]] = {"old": [], "new": []}
-        losses: dict[str, list[float]] = {"old": [], "new": []}
-        codes_seen: set[int | None] = set()
-        last: RunRecord | None = None
+        runs: dict[str, list[RunRecord]] = {"old": [], "new": []}
         for n in range(1, self.processes + 1):
             arms = ["old", "new"]
             coin.shuffle(arms)
@@ -187,23 +188,14 @@ class Tuning:
                     options["apply"] = fixes
                 doing = f"proof {n} of {self.processes}: {'with the fixes' if arm == 'new' else 'as it is'}"
                 try:
-                    run = self._measure(f"proof-{n}-{arm}", options, doing)
+                    runs[arm].append(self._measure(f"proof-{n}-{arm}", options, doing))
                 except FlopwiseError as error:
                     self.notes.append(f"the final proof failed ({arm} arm): {error}")
-                    return None, None
-                means[arm].append(run.step_s.mean)
-                losses[arm] += run.losses[:1]
-                codes_seen.add(run.exit_code)
-                if arm == "new":
-                    last = run
-                    left_out = [note for note in run.notes if note.startswith("planned fix")]
-                    self.notes += left_out
-        comparison = compare_runs(means["old"], means["new"], self.proof_steps)
-        first = {arm: values[0] if values else None for arm, values in losses.items()}
-        return (
-            Proof(comparison, self.processes, first["old"], first["new"], len(codes_seen) == 1),
-            last,
-        )
+                    return None
+        codes = [str(fix["code"]) for fix in fixes]
+        concluded = conclude(runs["old"], runs["new"], codes, self.proof_steps)
+        self.notes += concluded.notes
+        return concluded
 
     def _write_plan(self, kept: list[Trial], proof: Proof, torch: str) -> Path:
         plan = plan_records.Plan(
@@ -242,13 +234,12 @@ def _to_apply(kept: list[Trial]) -> list[dict[str, Any]]:
     return [{"code": trial.fix, "setting": dict(trial.setting)} for trial in kept]
 
 
-def _doubt(proof: Proof) -> str | None:
-    """Returns why a final proof does not carry a plan, None if it does."""
-    if not proof.exit_codes_equal:
-        return "the processes of the final proof did not end with one exit code"
-    if proof.comparison.outcome != "faster":
-        return "the final proof did not show the gain again in fresh processes"
-    return None
+def _as_proven(trial: Trial, concluded: Conclusion) -> Trial:
+    """Returns a trial as it stands after the proof: a fix that did not run there is not kept."""
+    if trial.verdict != "kept" or trial.fix in concluded.applied:
+        return trial
+    reason = f"{trial.reason}; but it was left out in a process of the final proof"
+    return replace(trial, verdict="not kept", reason=reason)
 
 
 def _quiet_environment() -> dict[str, str]:
@@ -287,9 +278,6 @@ def tune_command(
     record = tuning.run()
     if json_path is not None:
         write_json(json_path, record)
-    from flopwise.reports.stream import look
-    from flopwise.reports.terminal import render_tune
-
     seen = look(sys.stdout)
     saved = [str(folder / "tune.json")] + ([record.plan] if record.plan else [])
     sys.stdout.write(

@@ -44,9 +44,26 @@ def test_control_that_fails_takes_the_trust_away(sample):
 
 
 def test_proof_that_did_not_run_is_told_from_nothing_to_prove(sample):
-    record = dataclasses.replace(sample("tune"), proof=None)
+    record = dataclasses.replace(sample("tune"), proof=None, kept=[])
     assert proof(record) == "  proof       not run"
     assert proof(sample("tune_nothing")) == "  proof       none: no fix was kept"
+
+
+def test_an_outcome_that_was_withheld_is_not_called_too_small(sample):
+    record = sample("tune")
+    found = dataclasses.replace(record.trials[1].comparison, ratio=0.9, ci95=(0.89, 0.91))
+    trial = dataclasses.replace(record.trials[1], comparison=found, reason="not believed: so")
+    text = "\n".join(lines(dataclasses.replace(record, trials=[trial])))
+    assert "not believed: so" in text
+    assert "would have shown" not in text
+    assert "would have shown" in "\n".join(lines(record))
+
+
+def test_how_the_first_losses_differ_is_said(sample):
+    record = sample("tune")
+    said = dataclasses.replace(record.proof, losses="first losses identical in all processes")
+    text = " ".join(lines(dataclasses.replace(record, proof=said)))
+    assert "first losses identical in all processes" in " ".join(text.split())
 
 
 def test_take_home_line_repeats_the_script_with_its_arguments(sample):

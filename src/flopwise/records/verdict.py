@@ -68,6 +68,9 @@ class Proof:
     first_loss_old: float | None
     first_loss_new: float | None
     exit_codes_equal: bool
+    mfu_old: float | None = None  # mean over the processes of the arm; None: not known of all
+    mfu_new: float | None = None
+    losses: str | None = None  # how the first losses of the arms differ, in words
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from flopwise.records.verdict import Comparison, Proof, Trial, TuneRecord
 from flopwise.reports import figures
 from flopwise.reports.run import command_line
 from flopwise.reports.screen import Column, Piece, Screen
+from flopwise.trials.compare import withheld
 
 _VERDICT_STYLES = {"kept": "bold green", "not kept": "yellow", "declined": "dim"}
 
@@ -55,7 +56,8 @@ def _side(step_s: float | None, mfu: float | None) -> list[Piece]:
 def _proof(record: TuneRecord) -> list[Piece]:
     proof = record.proof
     if proof is None:
-        return ["not run" if record.kept else "none: no fix was kept"]
+        tried = any(trial.verdict == "kept" for trial in record.trials)
+        return ["not run" if tried else "none: no fix was kept"]
     sure = proof.comparison.outcome == "faster"
     return [
         (_outcome(proof.comparison), "bold green" if sure else "bold yellow"),
@@ -76,7 +78,8 @@ def _outcome(comparison: Comparison) -> str:
 def _losses(proof: Proof) -> list[Piece]:
     if proof.first_loss_old is None or proof.first_loss_new is None:
         return []
-    return [f"first loss {proof.first_loss_old:.6g} -> {proof.first_loss_new:.6g}"]
+    first = f"first loss {proof.first_loss_old:.6g} -> {proof.first_loss_new:.6g}"
+    return [first, *([proof.losses] if proof.losses else [])]
 
 
 def _control(record: TuneRecord) -> list[Piece]:
@@ -125,7 +128,8 @@ def _why(trial: Trial) -> str:
     parts = [trial.reason]
     if trial.setting:
         parts.append(", ".join(f"{key}={value}" for key, value in trial.setting.items()))
-    if trial.comparison is not None and trial.comparison.outcome == "not shown":
+    undecided = trial.comparison is not None and trial.comparison.outcome == "not shown"
+    if trial.comparison is not None and undecided and not withheld(trial.comparison):
         least = figures.percent(trial.comparison.minimum_detectable_frac)
         parts.append(f"a gain of {least} would have shown")
     if trial.parity is not None and not trial.parity.passed:
