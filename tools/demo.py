@@ -55,7 +55,7 @@ class Example:
     def proven(self) -> list[Trial]:
         """The fixes whose gain was shown again in fresh processes."""
         record = self.tuned
-        if record is None or record.proof is None or record.proof.comparison.outcome != "faster":
+        if record is None or record.plan is None or record.proof is None:
             return []
         return [t for t in record.trials if t.verdict == "kept"]
 

@@ -32,7 +32,12 @@ def tuned(outcome: str | None, *trials: Trial) -> TuneRecord:
     )
     assert record.proof is not None
     proof = replace(record.proof, comparison=replace(record.proof.comparison, outcome=outcome))
-    return replace(record, trials=list(trials), proof=proof if outcome else None)
+    return replace(
+        record,
+        trials=list(trials),
+        proof=proof if outcome else None,
+        plan="plan.toml" if outcome == "faster" else None,
+    )
 
 
 @pytest.fixture
