@@ -41,9 +41,10 @@ class TestInputWait:
             (80, 10, 1, 1, 1 - 80 / 90),
         ],
     )
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
     def test_workers_are_proposed_by_the_measured_load_and_never_above_the_cores(
         self, rank: Any, loader: Any, surroundings: Any, findings: Any,
-        load: int, rest: int, cores: int, workers: int, gain: float,
+        load: int, rest: int, cores: int, workers: int, gain: float, device: str,
     ) -> None:  # fmt: skip
         around = surroundings(
             usable_cores=cores,
@@ -51,11 +52,17 @@ class TestInputWait:
             masks=[CoreMask("at attach", None, list(range(cores)))],
             loaders=[loader(0)],
         )
-        found = only(findings(rank([(load, load + rest)] * 20, around)))
+        found = only(findings(rank([(load, load + rest)] * 20, around, device_type=device)))
         shown = "1 core" if cores == 1 else f"{cores} cores"
         assert found.advice.startswith(f"num_workers={workers} (this process has {shown})")
-        assert found.predicted_gain_frac == pytest.approx(gain)
         assert "their overlap is zero" in found.evidence
+        if device == "cpu" and workers + 1 > cores:  # the training's own thread needs one of them
+            assert found.predicted_gain_frac is None
+            assert "no gain is predicted: " in found.evidence
+            assert f"would take from the {shown} on which" in found.evidence
+        else:
+            assert found.predicted_gain_frac == pytest.approx(gain)
+            assert "no gain is predicted" not in found.evidence
 
     def test_ranks_on_one_machine_share_its_cores(
         self, rank: Any, loader: Any, surroundings: Any, findings: Any
@@ -80,6 +87,16 @@ class TestInputWait:
         )
         assert found.advice.startswith("num_workers=3, or make loading cheaper")
         assert found.predicted_gain_frac == pytest.approx(1 - 5 / 11.75)
+
+    @pytest.mark.parametrize(("computing", "gain"), [(0.3, 1 - 5 / 11.75), (0.4, None)])
+    def test_workers_that_mostly_wait_leave_the_training_its_cores(
+        self, rank: Any, loader: Any, surroundings: Any, findings: Any,
+        computing: float, gain: float | None,
+    ) -> None:  # fmt: skip
+        steps = [(27.0, 32.0), (0.0, 5.0), (0.0, 5.0), (0.0, 5.0)] * 10
+        around = surroundings(loaders=[loader(2, 13.7, computing=computing)])
+        found = only(findings(rank(steps, around, cpu_threads=3)))  # three workers, four cores
+        assert found.predicted_gain_frac == (gain if gain is None else pytest.approx(gain))
 
     def test_the_period_is_said_to_be_the_number_of_workers_where_it_is(
         self, rank: Any, loader: Any, surroundings: Any, findings: Any

@@ -68,7 +68,7 @@ def _without_workers(evidence: Evidence, said: list[str]) -> tuple[str, float | 
     return (
         f"num_workers={workers} (this process has {_of_cores(cores)}); `flopwise tune` tries it and "
         "measures the samples a second before and after",
-        _gain(evidence, load_s, rest_s, workers),
+        _gain(evidence, said, load_s, rest_s, workers, computing=1.0),
     )
 
 
@@ -112,8 +112,10 @@ def _with_workers(
     )
     if needed > cores:
         more = f"num_workers={cores} at most ({_of_cores(cores)}), and " if cores > have else ""
-        return f"{more}{cheaper}", _gain(evidence, load_s, rest_s, max(have, cores))
-    return f"num_workers={needed}, or {cheaper}", _gain(evidence, load_s, rest_s, needed)
+        gain = _gain(evidence, said, load_s, rest_s, max(have, cores), computing)
+        return f"{more}{cheaper}", gain
+    gain = _gain(evidence, said, load_s, rest_s, needed, computing)
+    return f"num_workers={needed}, or {cheaper}", gain
 
 
 def _needed(load_s: float, rest_s: float) -> int:
@@ -121,8 +123,26 @@ def _needed(load_s: float, rest_s: float) -> int:
     return max(1, math.ceil(load_s / max(rest_s, 1e-9)))
 
 
-def _gain(evidence: Evidence, load_s: float, rest_s: float, workers: int) -> float | None:
-    """Returns the share of a step that perfect overlap with so many workers would save; None: nothing."""
+def _gain(
+    evidence: Evidence,
+    said: list[str],
+    load_s: float,
+    rest_s: float,
+    workers: int,
+    computing: float,
+) -> float | None:
+    """Returns the share of a step that perfect overlap with so many workers would save; None: nothing, or not known.
+
+    On a CPU the training computes on the same cores: where its threads and what the workers compute (`computing` is
+    the share of their time) want more than there are, there is no perfect overlap, and what comes of it is not known.
+    """
+    threads, cores = evidence.lead.cpu_threads, _cores(evidence)
+    if evidence.on_cpu and threads + workers * computing > cores:
+        said.append(
+            f"no gain is predicted: {_workers(workers)} would take from the {_of_cores(cores)} on which the training "
+            f"computes with {threads} thread{'s' if threads > 1 else ''}"
+        )
+        return None
     gain = 1 - max(rest_s, load_s / workers) / evidence.host_s
     return gain if gain > 0 else None
 
