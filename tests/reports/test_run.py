@@ -155,8 +155,17 @@ def test_how_the_run_ended(sample, complete, exit_code, shown):
     text = lines(record)
     ending = text[2 : text.index("")] if text[0].count("·") == 0 else text[1 : text.index("")]
     assert [row for row in ending if row.startswith("  ")] == shown
-    hooks = [row for row in text if "(all undone)" in row]
-    assert len(hooks) == (0 if shown[:1] == ["  first report: the script still runs"] else 1)
+    state = "(still in place)" if exit_code is None else "(whether they were undone is not known"
+    hooks = [row for row in text if ("(all undone)" if complete else state) in row]
+    assert len(hooks) == 1
+
+
+def test_hooks_that_could_not_be_taken_out_are_not_called_undone(sample):
+    record = sample("cpu")
+    for note in ("a patch could not be undone: KeyError: 'x'", "could not be taken out: OSError: y"):
+        shown = "\n".join(lines(dataclasses.replace(record, notes=[note])))
+        assert "(not all undone, see the notes)" in shown
+        assert "all undone)" not in shown
 
 
 def test_next_and_saved_paths_are_printed(sample):

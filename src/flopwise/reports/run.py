@@ -13,6 +13,9 @@ from flopwise.reports import figures, run_findings, run_mfu, run_tables
 from flopwise.reports.figures import percent
 from flopwise.reports.screen import WARN, Piece, Screen
 
+#: How notes begin that say that a hook, or another part of the meter, is still there.
+NOT_UNDONE = ("a patch could not be undone", "could not be taken out")
+
 
 def draw(screen: Screen, record: RunRecord, next_command: str | None, saved: Sequence[str]) -> None:
     """Draws the whole report."""
@@ -229,9 +232,18 @@ def _surroundings(screen: Screen, record: RunRecord) -> None:
     if record.env.device_type != "cpu":
         screen.flow("clocks", _clocks(record))
     if record.patches:
-        attached = not record.complete and record.exit_code is None
-        state = "still in place" if attached else "all undone"
-        screen.flow("hooks", [f"{figures.few(record.patches, 6)} ({state})"])
+        screen.flow("hooks", [f"{figures.few(record.patches, 6)} ({_state_of_hooks(record)})"])
+
+
+def _state_of_hooks(record: RunRecord) -> str:
+    """Returns whether the hooks are out again, as far as it is known: a process that was killed cannot tell."""
+    if any(note.startswith(NOT_UNDONE) for note in record.notes):
+        return "not all undone, see the notes"
+    if record.complete:
+        return "all undone"
+    if record.exit_code is None:
+        return "still in place"
+    return "whether they were undone is not known: the measurement was not complete"
 
 
 def _memory(record: RunRecord) -> list[Piece]:
