@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -115,8 +116,6 @@ class Plan:
 
 def _trusting(scene: Scene) -> Scene:
     """Returns the scene with shares that pass any threshold: a plan's causes were measured when it was made."""
-    from dataclasses import replace
-
     return replace(scene, data_frac=1.0, compute_frac=1.0, optimizer_frac=1.0)
 
 
