@@ -162,7 +162,10 @@ def test_how_the_run_ended(sample, complete, exit_code, shown):
 
 def test_hooks_that_could_not_be_taken_out_are_not_called_undone(sample):
     record = sample("cpu")
-    for note in ("a patch could not be undone: KeyError: 'x'", "could not be taken out: OSError: y"):
+    for note in (
+        "a patch could not be undone: KeyError: 'x'",
+        "could not be taken out: OSError: y",
+    ):
         shown = "\n".join(lines(dataclasses.replace(record, notes=[note])))
         assert "(not all undone, see the notes)" in shown
         assert "all undone)" not in shown
