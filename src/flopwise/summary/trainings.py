@@ -1,0 +1,89 @@
+"""Which records belong to one training: a job may train several times, one after another or side by side."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+from flopwise.errors import NothingMeasuredError
+from flopwise.records.rank import RankRecord
+
+
+def one_per_rank(ranks: Sequence[RankRecord]) -> list[RankRecord]:
+    """Returns the records of one training, in order of rank: of several in one job, the one that was timed longest."""
+    return max(_trainings(ranks), key=_weight)
+
+
+def _trainings(ranks: Sequence[RankRecord]) -> list[list[RankRecord]]:
+    """Returns the records by training, in order of their start.
+
+    A job may train several times, one after another or side by side. Records belong together that come from one
+    launch and hold each rank once.
+    """
+    found: list[dict[int, RankRecord]] = []
+    newest: dict[tuple[str, int], dict[int, RankRecord]] = {}
+    for record in sorted(ranks, key=lambda r: (r.started_ns, r.host, r.pid, r.rank, len(r.rows))):
+        key = (record.launch, record.world_size)
+        group = newest.get(key)
+        if group is None or record.rank in group:
+            group = newest[key] = {}
+            found.append(group)
+        group[record.rank] = record
+    return [[group[rank] for rank in sorted(group)] for group in found]
+
+
+def _weight(training: Sequence[RankRecord]) -> tuple[float, int]:
+    """Returns the mean time over ranks that was timed, and the number of intervals seen."""
+    timed = [sum(row.ns for row in r.rows if row.kind == "timed") for r in training]
+    return statistics.fmean(timed), sum(len(r.rows) for r in training)
+
+
+def other_trainings(ranks: Sequence[RankRecord], chosen: Sequence[RankRecord]) -> list[str]:
+    """Returns what is to be said about the trainings that this record is not about."""
+    others = [t for t in _trainings(ranks) if t != list(chosen) and _weight(t)[0] > 0]
+    if not others:
+        return []
+
+    def named(training: Sequence[RankRecord]) -> str:
+        lead = training[0]
+        n = sum(row.kind == "timed" for row in lead.rows)
+        return f"process {lead.pid} ({os.path.basename(lead.argv[0] if lead.argv else '?')}, {n} steps timed)"
+
+    rest = f" and {len(others) - 3} more" if len(others) > 3 else ""
+    return [
+        f"{len(others) + 1} trainings ran in this job. These figures are of the one that was timed longest, "
+        f"{named(chosen)}, and not of {', '.join(map(named, others[:3]))}{rest}"
+    ]
+
+
+def lead_of(ranks: Sequence[RankRecord]) -> RankRecord:
+    """Returns the first rank that timed a step.
+
+    Raises:
+        NothingMeasuredError: there is none.
+    """
+    with_rows = [r for r in ranks if any(row.kind == "timed" for row in r.rows)]
+    if with_rows:
+        return with_rows[0]
+    seen = max((r.steps_seen for r in ranks), default=0)
+    if seen == 0:
+        raise NothingMeasuredError("no training step was seen: nothing to measure")
+    kinds = Counter(row.kind for r in ranks for row in r.rows)
+    held = ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())
+    raise NothingMeasuredError(
+        f"{seen} training step{'s were' if seen > 1 else ' was'} seen, too few to time one: a step time needs at "
+        f"least two step ends after the warm-up{f' (intervals seen: {held})' if held else ''}. "
+        "Run it for some 10 steps or more, or give --warmup 1"
+    )
+
+
+def missing_ranks(
+    ranks: Sequence[RankRecord], ranks_timed: Sequence[RankRecord], world: int
+) -> str | None:
+    """Returns which ranks a sum over ranks would lack, None if there are none."""
+    gone, idle = world - len(ranks), len(ranks) - len(ranks_timed)
+    parts = [f"{gone} of {world} ranks have no record"] if gone > 0 else []
+    parts += [f"{idle} of {world} ranks timed no step"] if idle > 0 else []
+    return " and ".join(parts) or None
