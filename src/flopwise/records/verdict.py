@@ -22,7 +22,7 @@ class Comparison:
     old_s: float  # mean step of the old arm
     new_s: float
     spread_frac: float  # standard deviation of the log ratio of one pair
-    minimum_detectable_frac: float  # the smallest gain that this many pairs would have shown (80 % power)
+    minimum_detectable_frac: float  # smallest gain that as many pairs would show (80 % power)
     note: str | None = None
 
 
