@@ -636,7 +636,11 @@ def test_each_layer_may_have_an_optimizer_that_steps_for_a_while(measure: Any) -
         for net in nets:
             plain_loop(net, torch.optim.Adam(net.parameters()), 60)
 
-    assert measure(train, stride=None).record.steps_seen == 180
+    measured = measure(train, stride=None, count=True)
+    assert measured.record.steps_seen == 180
+    timed = [i for i, kind in enumerate(measured.kinds()) if kind == "timed"]
+    assert timed[0] > 120  # the steps of the last one alone
+    assert any("another optimizer steps" in note for note in measured.record.notes)
 
 
 def test_without_an_optimizer_every_backward_is_looked_at(measure: Any) -> None:

@@ -96,6 +96,13 @@ class Counting:
         self.settled = True
         return True
 
+    def restart(self) -> None:
+        """Forgets what was counted: the steps from here on are others."""
+        self.abandon()
+        self.counts.clear()
+        self.tried = self.settled = self._want_fake = False
+        self._waited = 0
+
     def abandon(self) -> None:
         """Leaves a count that is under way."""
         counter, self._counter = self._counter, None

@@ -262,6 +262,8 @@ class Session:
             if self.boundaries.settled != settled:
                 self.leave_sole()
                 self._align_rows()
+                if settled:
+                    self._new_regime("another optimizer steps")
             if ends:
                 self._boundary(started)
         except StopTraining:
@@ -276,16 +278,25 @@ class Session:
             return
         if self.mode != "replay":
             self.leave_sole()
-            # The eager steps before the capture are another regime: they stay counted, as warm-up.
             self.mode = "replay"
             self.boundaries.close()
-            self.rows = [Brief(row.end_ns, row.flags & ~TIMED, None) for row in self.rows]
-            self.phase = WARMUP
-            self._timed = 0
+            self._new_regime("CUDA graphs are replayed")
             self._first_replay = len(self.rows)
             self.counting.tried = self.counting.settled = True
         self.boundaries.total += 1
         self.guard(self._boundary, started)
+
+    def _new_regime(self, what: str) -> None:
+        """From here on the steps are others: those before stay counted, as warm-up, and what was counted is void."""
+        if self.phase not in (WARMUP, MEASURING):
+            return
+        if self.phase == MEASURING:
+            self.note(f"from step {self.boundaries.total} on {what}: the steps before are left out")
+        self.brief = False
+        self.rows = [Brief(row.end_ns, row.flags & ~TIMED, None) for row in self.rows]
+        self.phase = WARMUP
+        self._timed = 0
+        self.counting.restart()
 
     def _meet(self, identity: int, optimizer: torch.optim.Optimizer) -> None:
         if not self.optimizers and self.config.folder is not None:
