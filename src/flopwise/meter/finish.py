@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import json
@@ -44,6 +45,8 @@ WARMUP_RULE = (
 )
 #: The step at which a script is ended that cannot be ended.
 NEVER = -1
+#: A rank that is to end waits this long at most for the others to come to the same step.
+LEAVING_S = 30.0
 #: Above this share of intervals an evaluation, a save or a loader start is part of the step, not a pause.
 PART_OF_THE_STEP_FRAC = 0.5
 
@@ -388,6 +391,34 @@ def refuse_to_stop(session: Session) -> None:
     folder = _stop_folder(session)
     if world > 1 and session.config.stop_after and folder is not None:
         _write_whole(folder / ("step" if rank == 0 else f"refused-{rank}"), str(NEVER))
+
+
+def leave_together(session: Session) -> None:
+    """Waits until every rank has come to the step at which they end, and has the process group end with the process.
+
+    The first to exit closes connections over which another may still be finishing the last collective of that step;
+    and a process group that nobody destroys can abort the process at its exit (seen with Gloo).
+    """
+    rank, world, _ = identity()
+    folder = _stop_folder(session)
+    if world == 1 or folder is None:
+        return
+    if session.device.type == "cuda":
+        torch.cuda.synchronize(session.device)
+    deadline = time.monotonic() + LEAVING_S
+    with contextlib.suppress(OSError):
+        _write_whole(folder / f"left-{rank}", "")
+        while not all((folder / f"left-{other}").exists() for other in range(world)):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.005)
+    atexit.register(_destroy_process_group)
+
+
+def _destroy_process_group() -> None:
+    with contextlib.suppress(Exception):
+        if torch.distributed.is_initialized():  # the script may have done it while it unwound
+            torch.distributed.destroy_process_group()
 
 
 def _stop_folder(session: Session) -> Path | None:

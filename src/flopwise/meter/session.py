@@ -555,6 +555,7 @@ class Session:
             self.detach()
         elif self._stop_at is not None and self.boundaries.total >= self._stop_at:
             self.detach()
+            finish.leave_together(self)
             raise StopTraining
 
     # ------------------------------------------------------------------ the record
