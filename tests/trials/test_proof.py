@@ -89,7 +89,7 @@ def test_other_exit_codes_and_no_gain_carry_no_plan(concluded: Arms) -> None:
 def test_processes_that_timed_fewer_steps_are_said(concluded: Arms) -> None:
     found = concluded(steps=30)
     assert found.proof.comparison.block_steps == 30
-    assert found.notes[0].startswith("a process of the final proof timed 30 steps, 40 were asked")
+    assert found.notes[0].startswith("a process of the final proof timed 30 of the 40 steps")
 
 
 @pytest.mark.parametrize(

@@ -49,8 +49,8 @@ def conclude(
     notes = list(dict.fromkeys(left_out))
     if timed < steps:
         notes.append(
-            f"a process of the final proof timed {timed} steps, {steps} were asked for: the script ended, or its steady "
-            "steps ran out, before that"
+            f"a process of the final proof timed {timed} of the {steps} steps that were asked for: the script ended before, "
+            "or leading steps were slow and are left out"
         )
     proof = Proof(
         comparison=compare_runs(
