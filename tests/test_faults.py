@@ -437,20 +437,24 @@ def test_a_hook_that_this_torch_lacks_is_said_and_nothing_stays_behind(go: Go) -
     done = go(
         "import torch.utils.data\n"
         "from flopwise import bootstrap\n"
-        "from flopwise.meter import marks, selftest, session\n"
+        "from flopwise.meter import marks, patches, selftest\n"
         "marks.current.detach()\n"
         "before = torch.autograd.backward, torch.save\n"
         "selftest.missing_hooks = lambda: ['the hook is gone']\n"
         "bootstrap.attach()\n"
         "selftest.missing_hooks = lambda: []\n"
-        "session.Session._start_loader = None\n"
+        "replace = patches.Patches.replace\n"
+        "def broken(self, *arguments):\n"
+        "    if len(self.names) > 5: raise TypeError('broken')\n"
+        "    replace(self, *arguments)\n"
+        "patches.Patches.replace = broken\n"
         "bootstrap.attach()\n"
         "train(12)\n"
         "print((torch.autograd.backward, torch.save) == before, marks.current)"
     )
     assert (done.code, done.out) == (0, "True None\n")
     assert "the hook is gone. The script runs unmeasured" in done.ours()[1]
-    assert "TypeError" in done.ours()[2]
+    assert done.ours()[2] == "flopwise: TypeError: broken"
 
 
 def test_a_run_folder_that_is_not_here(go: Go) -> None:
