@@ -66,8 +66,10 @@ TRAIN = """
 import os, signal, sys, time
 import torch
 net = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+optimizer = None  # the first one takes seconds to make
 def train(steps, at=lambda step: None):
+    global optimizer
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1)
     for step in range(1, steps + 1):
         optimizer.zero_grad()
         loss = net(torch.ones(4, 8)).square().mean()
@@ -121,6 +123,12 @@ def make_rank() -> Callable[..., RankRecord]:
         return RankRecord(**(made | fields))
 
     return make
+
+
+@pytest.fixture(scope="session")
+def training_code() -> str:
+    """Returns code that defines train(steps, at=...)."""
+    return TRAIN
 
 
 @dataclass

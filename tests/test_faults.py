@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +149,41 @@ def test_a_fork_before_any_training_is_measured_whichever_side_trains(go: Go) ->
     assert [r["steps_seen"] for r in done.ranks()] == [40]
 
 
+def test_ranks_that_were_forked_are_told_apart_after_their_process_group_has_gone(go: Go) -> None:
+    done = go(
+        "import torch.distributed as dist\n"
+        "for rank in range(2):\n"
+        "    if os.fork() == 0:\n"
+        "        dist.init_process_group('gloo', f'file://{os.getcwd()}/meet', rank=rank, world_size=2)\n"
+        "        train(30)\n"
+        "        dist.destroy_process_group()\n"
+        "        os._exit(0)\n"
+        "for rank in range(2): os.wait()\n"
+    )
+    assert done.code == 0
+    assert [(r.rank, r.status) for r in done.record.ranks] == [(0, "complete"), (1, "complete")]
+
+
+def test_a_spawned_process_that_trains_is_measured(go: Go) -> None:
+    done = go(
+        "import multiprocessing\n"
+        "def work():\n"
+        "    for step in range(20):\n"
+        "        for p in net.parameters(): p.grad = None\n"
+        "        net(torch.ones(4, 8)).square().mean().backward()\n"
+        "        with torch.no_grad():\n"
+        "            for p in net.parameters(): p -= 0.1 * p.grad\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=work)\n"
+        "    child.start(); child.join(); sys.exit(child.exitcode)"
+    )
+    assert done.code == 0
+    (child,) = done.ranks()
+    assert child["steps_seen"] in (19, 20)  # without an optimizer the first begins unseen
+    assert len(list(done.folder.glob("attached-*"))) == 2
+    assert len(done.ours()) == 2
+
+
 def test_workers_and_children_that_never_step_leave_nothing(go: Go) -> None:
     done = go(
         "import multiprocessing\n"
@@ -274,6 +312,78 @@ def test_a_rank_that_dies_takes_the_job_with_it_and_is_named(
         assert any("1 of 2 ranks left no record" in note for note in done.record.notes)
         assert done.record.mfu.value is None
     assert not done.record.complete
+
+
+# ---------------------------------------------------------------------- signals to us
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_signal_to_us_ends_the_script_or_leaves_it_alone(
+    in_folder: Path, loaded_python: list[str], training_code: str, name: str
+) -> None:
+    (in_folder / "script.py").write_text(
+        training_code + "train(1500, lambda step: time.sleep(0.001))\nopen('finished', 'w')"
+    )
+    options = ["run", "--steps", "600", "--peak", "1T", "--out", "run", "--"]
+    ours = subprocess.Popen(
+        [sys.executable, "-m", "flopwise", *options, *loaded_python, "script.py"],
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    wait_until(lambda: any((in_folder / "run" / "ranks").glob("*.json")))
+    ours.send_signal(getattr(signal, name))
+    if name == "SIGKILL":
+        ours.wait()
+        wait_until((in_folder / "finished").exists)  # the script does not even notice
+        wait_until(lambda: "complete" in statuses(in_folder / "run"))
+        ours.stderr.close()
+        assert main(["report", "run"]) == 2
+        return
+    _, err = ours.communicate(timeout=30)
+    number = getattr(signal, name)
+    assert ours.returncode == -number
+    record = json.loads((in_folder / "run" / "run.json").read_text())
+    assert (record["exit_code"], record["complete"]) == (128 + number, False)
+    assert record["steps"]["timed"] >= 10
+    assert "partial" in err
+    assert not (in_folder / "finished").exists()
+
+
+def statuses(folder: Path) -> list[str]:
+    return [json.loads(p.read_text())["status"] for p in (folder / "ranks").glob("*.json")]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------------- where the meter cannot get in
+
+
+def test_an_isolated_python_below_a_shell_is_said(in_folder: Path, capfd: Any) -> None:
+    line = ["run", "--", "bash", "-c", f"{sys.executable} -I -c 'print(1)'; exit 6"]
+    assert main(line) == 6
+    out, err = capfd.readouterr()
+    assert out == "1\n"
+    assert "python -I, -E and -S shut it out" in err
+
+
+def test_a_python_without_torch(
+    in_folder: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (in_folder / "lib").mkdir()
+    (in_folder / "lib" / "torch.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
+    )
+    (in_folder / "train.py").write_text("import torch")
+    monkeypatch.setenv("PYTHONPATH", "lib")
+    assert main(["run", "train.py"]) == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert "ModuleNotFoundError: No module named 'torch'" in lines
+    assert lines[-1].startswith("flopwise run: no training step was seen: no Python process below")
+    assert lines[-1].endswith("The script ended with exit code 1")
 
 
 # ---------------------------------------------------------------------- files and folders
