@@ -238,7 +238,9 @@ class RunRecord:
     ranks: list[RankSummary]
     overhead_frac: float
     overhead: Overhead
-    patches: list[str]  # what was hooked in the user's process; undone, unless a note says otherwise
+    patches: list[
+        str
+    ]  # what was hooked in the user's process; undone, unless a note says otherwise
     notes: list[str]  # everything a reader must know to trust the numbers
     plan: str | None = None  # the plan that was applied
     losses: list[float] = field(default_factory=list)  # first losses at backward, as they were
