@@ -717,3 +717,32 @@ def test_a_hook_that_cannot_be_taken_out_does_not_reach_the_script(
     plain_loop(net, optimizer, 30)
     assert session.phase == "done"
     assert any("planted" in note for note in session.notes)
+
+
+@pytest.mark.parametrize("every", [1, 7])
+def test_an_optimizer_made_anew_for_the_same_parameters_goes_on(measure: Any, every: int) -> None:
+    net = model()
+
+    def train() -> None:
+        for step in range(60):
+            if step % every == 0:
+                optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+            plain_loop(net, optimizer, 1)
+
+    measured = measure(train, steps=30, warmup=5, stride=None)
+    assert measured.kinds().count("timed") == 30
+    assert measured.session.boundaries.cycle == (0,)
+
+
+def test_an_optimizer_at_the_address_of_a_dead_one_is_another(measure: Any) -> None:
+    def train() -> None:
+        for _ in range(3):
+            net = model()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+            plain_loop(net, optimizer, 25)
+            del optimizer, net
+
+    measured = measure(train, warmup=5, stride=None)
+    assert measured.session.boundaries.total == 75
+    assert measured.kinds().count("timed") <= 25
+    assert any("another optimizer steps" in note for note in measured.session.notes)

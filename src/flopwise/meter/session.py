@@ -105,7 +105,9 @@ class Session:
         self.interval = Interval()
         self.fast = Fast()
         self.hooks = Hooks(self)
-        self._identities: dict[int, int] = {}
+        self._identities: dict[int, int] = {}  # by id(optimizer), of those that live
+        self._deaths: dict[int, weakref.ref[Any]] = {}  # by id(optimizer): ids are used again
+        self._kinds: dict[tuple[Any, ...], int] = {}  # by class and parameters
         self.events = 0  # optimizer events, nested ones not counted
         self.fresh = FreshGradients()
         self._last_ns = now()
@@ -254,9 +256,7 @@ class Session:
             key = id(optimizer)
             identity = self._identities.get(key)
             if identity is None:
-                identity = self._identities[key] = len(self._identities)
-                if isinstance(optimizer, torch.optim.Optimizer):
-                    self._meet(identity, optimizer)
+                identity = self._identify(optimizer)
             settled = self.boundaries.settled
             ends = self.boundaries.feed(identity)
             if self.boundaries.settled != settled:
@@ -297,6 +297,30 @@ class Session:
         self.phase = WARMUP
         self._timed = 0
         self.counting.restart()
+
+    def _identify(self, optimizer: Any) -> int:
+        """Returns the identity of an optimizer not met before.
+
+        One that is made anew for the parameters of an earlier one, every epoch or every step, goes on as that one.
+        """
+        key = id(optimizer)
+        identity = len(self._kinds)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            self._kinds[(key,)] = self._identities[key] = identity
+            return identity
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        kind = (type(optimizer), *(weakref.ref(p) for p in parameters[:1]), *map(id, parameters))
+        identity = self._identities[key] = self._kinds.setdefault(kind, identity)
+        self._deaths[key] = weakref.ref(optimizer, lambda _: self._optimizer_died(key))
+        self._meet(identity, optimizer)
+        return identity
+
+    def _optimizer_died(self, key: int) -> None:
+        """Called by the garbage collector, at any moment: notes it, and leaves the rest to the next step."""
+        self._identities.pop(key, None)
+        self._deaths.pop(key, None)
+        if self._sole == key:
+            self._sole = self.fast.sole = 0
 
     def _meet(self, identity: int, optimizer: torch.optim.Optimizer) -> None:
         if not self.optimizers and self.config.folder is not None:
