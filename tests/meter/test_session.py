@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -746,3 +747,20 @@ def test_an_optimizer_at_the_address_of_a_dead_one_is_another(measure: Any) -> N
     assert measured.session.boundaries.total == 75
     assert measured.kinds().count("timed") <= 25
     assert any("another optimizer steps" in note for note in measured.session.notes)
+
+
+def test_a_model_that_the_script_lets_go_is_freed_while_we_measure(measure: Any) -> None:
+    freed = []
+
+    def train() -> None:
+        for _ in range(2):
+            net = model()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+            plain_loop(net, optimizer, 12)
+            module, weight = weakref.ref(net), weakref.ref(net[0].weight)
+            del optimizer, net
+            gc.collect()
+            freed.extend([module() is None, weight() is None])
+
+    measure(train, steps=100, warmup=5, count=True)
+    assert freed == [True] * 4

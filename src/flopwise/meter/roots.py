@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,10 +36,10 @@ class Roots:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.found: list[nn.Module] = []
+        self._found: list[weakref.ref[nn.Module]] = []  # the script frees its models when it likes
         self.settled = False
-        self._watched: list[nn.Module] = []
-        self._aside: list[nn.Module] = []  # watched before, and to be watched again
+        self._watched: list[weakref.ref[nn.Module]] = []
+        self._aside: list[weakref.ref[nn.Module]] = []  # watched before, and to be watched again
         self._release: list[Callable[[], None]] = []
         self._calls = 0
         self._depth = 0
@@ -47,21 +48,27 @@ class Roots:
         self.autocast: torch.dtype | None = None  # the script's own, around the last call
         self._inputs: Snapshot | None = None
 
+    @property
+    def found(self) -> list[nn.Module]:
+        """The root modules that still live."""
+        return _alive(self._found)
+
     def look(self, steps: int) -> None:
         """Called at the first step ends: finds the roots, and goes one level down while none is called."""
         if self.settled:
             return
         if not self.found:
-            self.found = find_roots(self._parameters())
-            if not self.found:
+            found = find_roots(self._parameters())
+            if not found:
                 self.settled = True
                 return
-            self._watch(self.found)
+            self._found = [weakref.ref(module) for module in found]
+            self._watch(found)
         elif self._calls:
             self.settled = True
         elif self._depth < 3 and steps <= 6:
             self._depth += 1
-            children = [c for module in self._watched for c in module.children()]
+            children = [c for module in _alive(self._watched) for c in module.children()]
             trained = {id(p) for p in self._parameters()}
             below = [c for c in children if any(id(p) in trained for p in c.parameters())]
             self._unhook()
@@ -75,7 +82,7 @@ class Roots:
     def release(self) -> None:
         """Takes every hook out and forgets the modules: the script may want their memory back."""
         self._unhook()
-        self.found = []
+        self._found = []
         self._inputs = None
 
     def _unhook(self) -> None:
@@ -91,7 +98,7 @@ class Roots:
     def watch_again(self) -> None:
         """Puts the watches back, around what a fix may have put there meanwhile."""
         modules, self._aside = self._aside, []
-        self._watch(modules)
+        self._watch(_alive(modules))
 
     def take_inputs(self) -> Snapshot | None:
         """Returns copies of what a root was last called with since `keep_inputs` was set, once."""
@@ -132,7 +139,7 @@ class Roots:
                 )
             else:
                 self._release.append(Watch(module, self._on_call).remove)
-                self._watched.append(module)
+                self._watched.append(weakref.ref(module))
                 self._session.patches.names.append(f"the call of {type(module).__name__} (root)")
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -188,3 +195,7 @@ class Roots:
         elif found.samples is not None:
             interval.root_samples += found.samples
         return found.signature
+
+
+def _alive(references: list[weakref.ref[nn.Module]]) -> list[nn.Module]:
+    return [module for reference in references if (module := reference()) is not None]
