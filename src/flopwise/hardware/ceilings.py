@@ -79,10 +79,14 @@ def measured_peak(
         return None
     threads = f", {record.threads} thread(s)" if record.device_type == "cpu" else ""
     source = (
-        f"measured here on {record.created[:10]}: {gemm.dtype} matrix product {gemm.shape}, "
+        f"measured here on {record.created[:10]}: {gemm.dtype} {_what(gemm)}, "
         f"{'sustained' if sustained else 'best'}, torch {record.torch}{threads}"
     )
     return Peak(rate, gemm.dtype, source, "measured")
+
+
+def _what(gemm: GemmCeiling) -> str:
+    return gemm.shape if gemm.shape.startswith("convolution") else f"matrix product {gemm.shape}"
 
 
 def folder() -> Path:

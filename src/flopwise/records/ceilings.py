@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-SCHEMA = "flopwise.ceilings/1"
+SCHEMA = "flopwise.ceilings/2"
 
 
 @dataclass(frozen=True)
 class GemmCeiling:
-    """How fast one dtype multiplies matrices of random numbers, the best of the shapes tried."""
+    """How fast one dtype multiplies matrices of random numbers (on a CPU also: convolves), the best shape tried."""
 
     dtype: str  # "fp64" | "fp32" | "tf32" | "bf16" | "fp16" | "fp8"; fp32 is strict, without TF32
     burst_flops_per_s: float
