@@ -493,6 +493,7 @@ class Session:
             self.roots.look(n)
             if self.roots.found:
                 self.reading = read_roots(self.roots.found)
+                self.surroundings.found(self.roots.found)
         if self.plan is not None and self.roots.settled:
             plan, self.plan = self.plan, None
             plan.apply()
