@@ -390,7 +390,15 @@ def refuse_to_stop(session: Session) -> None:
     rank, world, _ = identity()
     folder = _stop_folder(session)
     if world > 1 and session.config.stop_after and folder is not None:
-        _write_whole(folder / ("step" if rank == 0 else f"refused-{rank}"), str(NEVER))
+        _write_whole(folder / f"refused-{rank}", "")
+        if rank == 0 and not (folder / "step").exists():
+            _write_whole(folder / "step", str(NEVER))
+
+
+def refused(session: Session) -> bool:
+    """Returns whether a rank's meter has failed meanwhile: it would wait for ever for the ranks that leave."""
+    folder = _stop_folder(session)
+    return folder is not None and folder.is_dir() and any(folder.glob("refused-*"))
 
 
 def leave_together(session: Session) -> None:

@@ -579,7 +579,11 @@ class Session:
             self.note("--stop-after: another rank is not measured, so the script was not ended")
             self.detach()
         elif self._stop_at is not None and self.boundaries.total >= self._stop_at:
+            refused = finish.refused(self)
             self.detach()
+            if refused:
+                self.note("--stop-after: another rank's meter failed, so the script was not ended")
+                return
             finish.leave_together(self)
             raise StopTraining
 
@@ -591,14 +595,17 @@ class Session:
         if self.config.folder is None:
             self.record = snapshot
             return
+        before = self._writers[-1] if self._writers else None
         thread = threading.Thread(
-            target=self._write, args=(snapshot,), name="flopwise-record", daemon=True
+            target=self._write, args=(snapshot, before), name="flopwise-record", daemon=True
         )
-        thread.start()
         self._writers.append(thread)
+        thread.start()
 
-    def _write(self, snapshot: finish.Snapshot) -> None:
+    def _write(self, snapshot: finish.Snapshot, before: threading.Thread | None = None) -> None:
         try:
+            if before is not None:  # in order: an earlier record must not replace a later one
+                before.join()
             finish.write(snapshot)
         except Exception as error:
             self._complain(error)
