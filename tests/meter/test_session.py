@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import optimizer as torch_optimizer
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import flopwise
 from flopwise.meter.config import Config
@@ -764,3 +764,39 @@ def test_a_model_that_the_script_lets_go_is_freed_while_we_measure(measure: Any)
 
     measure(train, steps=100, warmup=5, count=True)
     assert freed == [True] * 4
+
+
+class Understated(IterableDataset[Any]):
+    """Yields more than it says, which torch warns of once somebody has asked for its length."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Any:
+        return (torch.ones(8) for _ in range(40))
+
+
+def test_a_loader_is_freed_and_its_length_not_asked_for(measure: Any) -> None:
+    freed = []
+
+    def train() -> None:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        data = Understated()
+        batches = DataLoader(data, batch_size=2)
+        for _ in range(3):  # a warning would be an error
+            for batch in batches:
+                optimizer.zero_grad()
+                net(batch).square().mean().backward()
+                optimizer.step()
+        seen = weakref.ref(data)
+        del batches, data
+        gc.collect()
+        freed.append(seen() is None)
+
+    measured = measure(train, steps=20, warmup=5)
+    assert measured.record.surroundings.loaders[0].batches is None
+    measured = measure(train, steps=200, warmup=5)
+    assert measured.kinds().count("timed") > 20
+    assert measured.record.surroundings.parameters.total == 8 * 16 + 16 + 16 * 4 + 4
+    assert freed == [True, True]

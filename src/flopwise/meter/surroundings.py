@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from flopwise.meter import threads
 from flopwise.meter.limits import usable_cores
@@ -35,7 +36,7 @@ FIRST_LOOK = 3
 @dataclass
 class _Loader:
     where: str | None
-    loader: Any  # what its facts are read from; dropped at the end
+    facts: dict[str, Any]  # read when it starts: the script frees it and its data when it likes
     page: Page = field(default_factory=Page)
     starts: int = 0
 
@@ -51,6 +52,7 @@ class Surroundings:
         self._first: threads.Sample | None = None
         self._main: threads.Use | None = None
         self._closed: records.Surroundings | None = None
+        self._parameters: records.Parameters | None = None  # of models that may be gone at the end
 
     def install(self, patches: Patches) -> None:
         """Patches what tells who changes cores or switches on anomaly detection."""
@@ -101,10 +103,14 @@ class Surroundings:
             self._switches.look()
             if self._first is not None:
                 self._main = threads.between(self._first, threads.sample())
-            self._closed = self._facts(parameters_of(self._session.roots.found))
+            self._closed = self._facts(parameters_of(self._session.roots.found) or self._parameters)
         except Exception as error:
             self._trouble(error)
         self._loaders.clear()
+
+    def found(self, roots: Iterable[nn.Module]) -> None:
+        """Counts the parameters of the root modules while they live."""
+        self._parameters = parameters_of(roots)
 
     def record(self) -> records.Surroundings | None:
         """Returns what was seen: at the end of the measurement where that is over, else up to now."""
@@ -147,25 +153,16 @@ class Surroundings:
         if held is None:
             if len(self._loaders) >= MOST_LOADERS:
                 return None
-            held = self._loaders[key] = _Loader(where, loader)
-        held.loader = loader
+            held = self._loaders[key] = _Loader(where, {})
+        held.facts = _facts_of(loader)
         return held
 
     def _loader_facts(self, held: _Loader) -> records.LoaderFacts:
-        loader, page = held.loader, held.page
+        page = held.page
         loads, load_ns, cpu_ns = page.loads()
-        try:
-            batches: int | None = len(loader)
-        except Exception:
-            batches = None
         return records.LoaderFacts(
             where=held.where,
-            num_workers=int(loader.num_workers),
-            prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
-            pin_memory=bool(loader.pin_memory),
-            persistent_workers=bool(loader.persistent_workers),
-            batch_size=loader.batch_size if isinstance(loader.batch_size, int) else None,
-            batches=batches,
+            **held.facts,
             starts=held.starts,
             loads=loads,
             load_ns=load_ns // loads if loads else None,
@@ -219,6 +216,27 @@ class Surroundings:
         self._session.note(
             f"what surrounds the training was not fully seen ({type(error).__name__}: {error})"
         )
+
+
+def _facts_of(loader: Any) -> dict[str, Any]:
+    """Returns what a loader is like.
+
+    The length of an iterable data set is not asked for: torch then warns where it yields more than that.
+    """
+    batches: int | None = None
+    if not isinstance(loader.dataset, IterableDataset):
+        try:
+            batches = len(loader)
+        except Exception:
+            batches = None
+    return {
+        "num_workers": int(loader.num_workers),
+        "prefetch_factor": loader.prefetch_factor if loader.num_workers else None,
+        "pin_memory": bool(loader.pin_memory),
+        "persistent_workers": bool(loader.persistent_workers),
+        "batch_size": loader.batch_size if isinstance(loader.batch_size, int) else None,
+        "batches": batches,
+    }
 
 
 def parameters_of(roots: Iterable[nn.Module]) -> records.Parameters | None:
