@@ -634,6 +634,7 @@ class Session:
         self.pid = os.getpid()
         if not self._begun:
             return
+        self.rows = []  # there is nothing to be told about them, so nobody needs to look around
         self.detach()
         child = Session(self.config)
         child._own_call_ns = self._own_call_ns
