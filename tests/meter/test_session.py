@@ -800,3 +800,44 @@ def test_a_loader_is_freed_and_its_length_not_asked_for(measure: Any) -> None:
     assert measured.kinds().count("timed") > 20
     assert measured.record.surroundings.parameters.total == 8 * 16 + 16 + 16 * 4 + 4
     assert freed == [True, True]
+
+
+def test_a_model_that_is_unfrozen_after_the_count_has_no_flops(measure: Any) -> None:
+    net = model()
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        plain_loop(net, optimizer, 12)
+        net[0].requires_grad_(True)
+        plain_loop(net, optimizer, 12)
+
+    record = measure(train, count=True).record
+    assert record.flops == []
+    assert any("trains others" in note for note in record.notes)
+
+
+def test_a_step_whose_backward_raised_is_counted_again(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    plain = measure(lambda: plain_loop(net, optimizer, 20), count=True).record.flops
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("planted")
+
+    def train() -> None:
+        for i in range(20):
+            optimizer.zero_grad()
+            if i < 4:
+                with pytest.raises(RuntimeError, match="planted"):
+                    Fails.apply(net(torch.randn(6, 8))).mean().backward()
+            loss_of(net).backward()
+            optimizer.step()
+
+    assert measure(train, count=True).record.flops[0].needed == plain[0].needed

@@ -36,6 +36,13 @@ class Counting:
         self._want_fake = False
         self._waited = 0
         self._more = SHAPES_COUNTED
+        self.spoiled = False  # a backward raised in the interval that is being counted
+        self._model: tuple[int, int] | None = None  # what was trained when FLOPs were counted first
+
+    @property
+    def running(self) -> bool:
+        """Whether the ops of the running interval are being counted."""
+        return self._counter is not None
 
     def begin(self) -> None:
         """Called at a step end in the warm-up: the next interval is the one that is counted."""
@@ -86,6 +93,10 @@ class Counting:
         session.reads.end(bool(session.interval.flags & EVALUATION))
         try:
             count = counter.stop()
+            if self.spoiled:
+                self.spoiled = self.tried = False
+                return True
+            self._model = self._model or self._size()
             shape = session.interval.shape()
             backwards = session.interval.backwards
             self.counts[shape] = dataclasses.replace(
@@ -96,10 +107,26 @@ class Counting:
         self.settled = True
         return True
 
+    def check(self) -> None:
+        """Voids the counts if the model has other parameters now, or trains others, than when they were made."""
+        now = self._size()
+        if self.counts and self._model is not None and now != (0, 0) and now != self._model:
+            self.counts.clear()
+            self._give_up(
+                "the model has other parameters, or trains others, than when they were counted"
+            )
+
+    def _size(self) -> tuple[int, int]:
+        """Returns how many parameters the roots have, and how many of them are trained."""
+        parameters = {id(p): p for root in self._session.roots.found for p in root.parameters()}
+        trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+        return sum(p.numel() for p in parameters.values()), trained
+
     def restart(self) -> None:
         """Forgets what was counted: the steps from here on are others."""
         self.abandon()
         self.counts.clear()
+        self._model = None
         self.tried = self.settled = self._want_fake = False
         self._waited = 0
 
@@ -150,6 +177,7 @@ class Counting:
                 else contextlib.nullcontext()
             ):
                 self.counts[signature] = count_fake(module, args, kwargs, signature)
+            self._model = self._model or self._size()
         except Exception as error:
             self._give_up(f"{type(error).__name__}: {error}")
 

@@ -139,6 +139,9 @@ class Hooks:
             entered = now()
             try:
                 return original(tensors, *args, **kwargs)
+            except BaseException:
+                session.counting.spoiled = session.counting.running
+                raise
             finally:
                 left = now()
                 self.in_backward = False

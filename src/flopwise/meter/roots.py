@@ -79,6 +79,12 @@ class Roots:
                 "the model is not called as a module: inputs and forward are not seen"
             )
 
+    def restart(self) -> None:
+        """Looks for the roots anew: other modules are trained from here on."""
+        self.release()
+        self.settled = False
+        self._calls = self._depth = 0
+
     def release(self) -> None:
         """Takes every hook out and forgets the modules: the script may want their memory back."""
         self._unhook()

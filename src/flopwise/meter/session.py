@@ -178,7 +178,12 @@ class Session:
         if marks.current is self:
             marks.current = None
         self.fresh.forget()
-        for part in (self.surroundings.close, self.counting.abandon, self.roots.release):
+        for part in (
+            self.surroundings.close,
+            self.counting.check,
+            self.counting.abandon,
+            self.roots.release,
+        ):
             try:
                 part()
             except Exception as error:
@@ -297,6 +302,7 @@ class Session:
         self.phase = WARMUP
         self._timed = 0
         self.counting.restart()
+        self.roots.restart()
 
     def _identify(self, optimizer: Any) -> int:
         """Returns the identity of an optimizer not met before.
@@ -564,6 +570,7 @@ class Session:
     def _complete(self) -> None:
         self.window.close()
         self.surroundings.close()
+        self.counting.check()
         if self.config.stop_after:
             self.phase = STOPPING
             self.roots.release()
