@@ -5,72 +5,22 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flopwise import api, plans
+from flopwise import api
 from flopwise.cli import main
-from flopwise.errors import HardwareError, RunFolderError, UsageError
-from flopwise.hardware import ceilings
+from flopwise.errors import RunFolderError, UsageError
 from flopwise.launch.command import Job
-from flopwise.records import ceilings as ceilings_records
-from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
 from flopwise.records.rank import RankRecord, Telemetry
 
 Go = Callable[..., Any]
 MakeRank = Callable[..., RankRecord]
-
-# ---------------------------------------------------------------------- when
-
-WAIT = """
-import json
-def wait_for(path, limit_s=10):
-    started = time.monotonic()
-    while not os.path.exists(path) and time.monotonic() < started + limit_s: time.sleep(0.01)
-    return time.monotonic() - started
-"""
-
-
-def test_a_long_script_is_reported_while_it_still_runs(go: Go) -> None:
-    done = go(
-        WAIT + "train(60)\n"
-        "while not any(n[0] != '.' for n in os.listdir('run/ranks')): time.sleep(0.01)\n"
-        "waited_s = wait_for('run/run.json')\n"
-        "seen = json.load(open('run/run.json'))\n"
-        "print(waited_s < 2.6, seen['complete'], seen['exit_code'])",
-        steps=10,
-    )
-    assert (done.code, done.out) == (0, "True True None\n")
-    assert done.err.count("  throughput") == done.err.count("flopwise run script.py") == 1
-    assert done.ours()[-1] == "flopwise: report above; saved run"
-    assert done.record.exit_code == 0
-
-
-def test_a_script_that_ends_soon_is_reported_once(go: Go) -> None:
-    done = go("train(60)", steps=10)
-    assert done.err.count("  throughput") == 1
-    assert "report above" not in done.err
-
-
-def test_a_job_that_is_not_measured_in_time_gets_a_provisional_report(go: Go) -> None:
-    done = go(
-        WAIT + "train(400, lambda step: time.sleep(0.004))\n"
-        "wait_for('run/run.json')\n"
-        "print(json.load(open('run/run.json'))['complete'])",
-        steps=1000,
-        first_report_s=0.2,
-    )
-    assert (done.code, done.out) == (0, "False\n")
-    assert done.err.count("  throughput") == 2  # the provisional one, and the last
-    assert "partial" in done.err
-
 
 # ---------------------------------------------------------------------- where
 
@@ -146,10 +96,6 @@ def test_the_record_has_the_command_as_it_was_typed(
         *line,
     ]
     assert go("train(12)", out="other").record.command == ["flopwise", "run", "script.py"]
-
-
-def test_the_next_command_is_the_jobs_own_words(go: Go) -> None:
-    assert "next        flopwise tune script.py\n" in go("train(40)").err
 
 
 # ---------------------------------------------------------------------- left out, and inside one another
@@ -230,151 +176,3 @@ def test_a_script_that_imports_no_torch(in_folder: Path, capfd: Any) -> None:
         "flopwise run: no training step was seen: no Python process below this one"
     )
     assert message.endswith("The script ended with exit code 1")
-
-
-# ---------------------------------------------------------------------- ceilings
-
-
-@pytest.fixture
-def cached(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A cache that holds `record` for any key, and a measurement that notes what it was asked for."""
-    held: dict[str, Any] = {"record": None, "asked": []}
-
-    def obtain(threads: int | None, **options: Any) -> Any:
-        held["asked"].append((threads, options["key"]))
-        error = held.get("error")
-        if error is not None:
-            raise error
-        return held["record"], None
-
-    monkeypatch.setattr(ceilings, "load", lambda key: (held["record"], None))
-    monkeypatch.setattr(ceilings, "obtain", obtain)
-    return held
-
-
-H200 = "NVIDIA H200"
-H200_BYTES = 150_000_000_000
-
-
-def gpu(make_rank: MakeRank, **fields: Any) -> RankRecord:
-    seen = Telemetry(name=H200, sm_count=132, power_limit_w=700.0, power_limit_default_w=700.0)
-    return make_rank(
-        **{
-            "device_type": "cuda",
-            "device_name": H200,
-            "device_total_bytes": H200_BYTES,
-            "telemetry": seen,
-        }
-        | fields
-    )
-
-
-def measured(**fields: Any) -> CeilingsRecord:
-    made: dict[str, Any] = {
-        "schema": ceilings_records.SCHEMA, "flopwise": "0", "created": "2026-01-01T00:00:00+00:00",
-        "device_type": "cuda", "device_name": H200, "torch": "2.13.0+cpu", "cuda": "13.0", "driver": None,
-        "threads": 0, "cores": 0, "wall_s": 1.0,
-        "gemm": [GemmCeiling("bf16", 794e12, "8192x8192x8192 nt", 671e12)], "copy_bytes_per_s": None,
-        "copy_size_bytes": None, "dispatch_s": None, "launch_s": None, "link": None,
-        "memory_bytes": H200_BYTES, "sm_count": 132, "power_limit_w": 700.0,
-    }  # fmt: skip
-    return CeilingsRecord(**(made | fields))
-
-
-def test_a_gpu_of_the_table_is_never_measured(make_rank: MakeRank, cached: dict[str, Any]) -> None:
-    assert api._ceilings(gpu(make_rank), [], may_measure=True, quiet=True) is None
-    assert cached["asked"] == []
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"device_name": "NVIDIA Z9000"},
-        {"device_name": "NVIDIA H200 MIG 1g.18gb", "telemetry": Telemetry(name=H200, mig=True)},
-        {"device_total_bytes": 16_000_000_000},  # a slice of it, or another card of that name
-        {"telemetry": Telemetry(name=H200, sm_count=16)},
-    ],
-)
-def test_a_gpu_that_only_has_the_name_is_measured(
-    make_rank: MakeRank, cached: dict[str, Any], fields: dict[str, Any]
-) -> None:
-    lead = gpu(make_rank, **fields)
-    api._ceilings(lead, [], may_measure=True, quiet=True)
-    ((threads, key),) = cached["asked"]
-    assert (threads, key.device_type, key.device_name) == (None, "cuda", lead.device_name)
-    api._ceilings(replace(lead, world_size=2), [], may_measure=True, quiet=True)
-    api._ceilings(lead, [], may_measure=False, quiet=True)
-    assert len(cached["asked"]) == 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({}, None),
-        ({"memory_bytes": 80_000_000_000}, "8e+10 bytes of memory"),
-        ({"sm_count": 16}, "16 SMs, this device has 132"),
-        ({"power_limit_w": 500.0}, "500 W power limit, this device has 700"),
-        ({"power_limit_w": 700.4}, None),
-        ({"mig": True}, "MIG on, it is off here"),
-    ],
-)
-def test_ceilings_of_another_device_of_that_name_are_left_out(
-    make_rank: MakeRank, cached: dict[str, Any], fields: dict[str, Any], said: str | None
-) -> None:
-    cached["record"] = measured(**fields)
-    notes: list[str] = []
-    found = api._ceilings(gpu(make_rank), notes, may_measure=False, quiet=True)
-    if said is None:
-        assert found is cached["record"]
-        assert notes == []
-    else:
-        assert found is None
-        assert notes[0].startswith("the cached ceilings are left out: they were measured with ")
-        assert said in notes[0]
-
-
-def test_only_this_hosts_cpu_has_a_measured_peak(
-    make_rank: MakeRank, cached: dict[str, Any]
-) -> None:
-    cached["record"] = measured(device_type="cpu")
-    cpu = make_rank(torch=plans.torch_version())
-    assert api._ceilings(cpu, [], may_measure=False, quiet=True) is cached["record"]
-    for other in (replace(cpu, host="elsewhere"), replace(cpu, device_type="mps")):
-        assert api._ceilings(other, [], may_measure=True, quiet=True) is None
-    assert cached["asked"] == []
-
-
-def test_what_another_torch_measured_is_said(make_rank: MakeRank, cached: dict[str, Any]) -> None:
-    notes: list[str] = []
-    api._ceilings(make_rank(torch="2.11.0+cu130"), notes, may_measure=True, quiet=True)
-    own = plans.torch_version()
-    assert cached["asked"][0][1].torch == own
-    assert notes == [f"ceilings are measured with torch {own}; the script used 2.11.0+cu130"]
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (HardwareError("busy"), "the ceilings of this device could not be measured: busy"),
-        (KeyboardInterrupt(), "the ceilings of this device were not measured: interrupted"),
-    ],
-)
-def test_ceilings_that_cannot_be_had_are_a_note(
-    make_rank: MakeRank, cached: dict[str, Any], error: BaseException, said: str
-) -> None:
-    cached["error"] = error
-    notes: list[str] = []
-    cpu = make_rank(torch=plans.torch_version())
-    assert api._ceilings(cpu, notes, may_measure=True, quiet=True) is None
-    assert notes == [said]
-
-
-@pytest.mark.parametrize(
-    ("end", "asked"), [("sys.exit(1)", 1), ("os.kill(os.getpid(), signal.SIGINT)", 0)]
-)
-def test_after_an_interrupt_nothing_is_measured_any_more(
-    go: Go, cached: dict[str, Any], end: str, asked: int
-) -> None:
-    done = go(f"train(40); {end}", peak=None)
-    assert done.record.exit_code in (1, 128 + signal.SIGINT)
-    assert len(cached["asked"]) == asked

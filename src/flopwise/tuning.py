@@ -16,10 +16,11 @@ import msgspec
 
 from flopwise import plans
 from flopwise._version import __version__
-from flopwise.api import Measurement, write_json
+from flopwise.api import write_json
 from flopwise.errors import FlopwiseError, NothingMeasuredError
 from flopwise.launch import folder as folders
 from flopwise.launch.command import Job
+from flopwise.measurement import Measurement
 from flopwise.plans import FIXES
 from flopwise.records import plan as plan_records
 from flopwise.records import store, verdict

@@ -1,0 +1,252 @@
+"""One job being run and measured: it is watched, reported as soon as it is known, and concluded. Runs in the parent."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from flopwise.errors import FlopwiseError, NothingMeasuredError, RecordError, UsageError
+from flopwise.hardware.accelerators import Peak
+from flopwise.launch import command as commands
+from flopwise.launch import folder as folders
+from flopwise.launch import process
+from flopwise.launch.command import Job
+from flopwise.measurement import ceilings
+from flopwise.measurement.words import say, short
+from flopwise.records import rank as rank_records
+from flopwise.records import store
+from flopwise.records.rank import RankRecord
+from flopwise.records.run import RunRecord
+
+#: A job that is still being measured gets a first report after this long.
+FIRST_REPORT_S = 60.0
+#: A running job's folder is looked at this often.
+LOOK_S = 1.0
+
+
+@dataclass
+class Measurement:
+    """One job being run and measured."""
+
+    job: Job
+    folder: Path
+    options: dict[str, Any]
+    peak: Peak | None = None
+    price_usd_per_hour: float | None = None
+    quiet: bool = False
+    first_report_s: float = FIRST_REPORT_S
+    exit_code: int | None = None  # as a shell shows it
+    record: RunRecord | None = None
+    notes: list[str] = field(default_factory=list)
+    created: str = field(
+        default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
+    )
+    _ended_by: int | None = None  # the signal that ended the job
+    _printed: RunRecord | None = None
+    _started: float = field(default_factory=time.monotonic)
+    _looked: float = 0.0
+    _seen: list[tuple[str, int, int]] = field(default_factory=list)
+    _complete: bool = False
+
+    def run(
+        self,
+        *,
+        timeout_s: float | None = None,
+        output: Any = None,
+        env: dict[str, str] | None = None,
+    ) -> int:
+        """Runs the job to its end; returns its exit code, -n if signal n ended it.
+
+        A complete measurement is reported while the job still runs, unless it has a time limit.
+
+        Raises:
+            UsageError: it cannot be started.
+        """
+        try:
+            code = process.run(
+                self.job.argv,
+                commands.environment(self.folder, env),
+                watch=self._watch if timeout_s is None else None,
+                timeout_s=timeout_s,
+                output=output,
+            )
+        except OSError as error:
+            raise UsageError(
+                f"{self.job.argv[0]} cannot be started ({error.strerror or error})"
+            ) from error
+        self._ended_by = -code if code < 0 else None
+        self.exit_code = process.shell_code(code)
+        return code
+
+    def conclude(self) -> RunRecord:
+        """Returns the run record and stores it as run.json in the run folder.
+
+        Raises:
+            NothingMeasuredError: no training step was timed.
+            RunFolderError: the record cannot be written; `record` has it all the same.
+        """
+        self.record = self._summarise(final=True)
+        store.write(self.folder / "run.json", self.record)
+        return self.record
+
+    def report(self, record: RunRecord) -> None:
+        """Prints the report to stderr, unless this very measurement has been printed already."""
+        if self.quiet:
+            return
+        before = self._printed
+        complete = before is not None and before.complete
+        if before and complete and replace(before, exit_code=record.exit_code) == record:
+            say(f"flopwise: report above; saved {short(self.folder)}")
+            return
+        self._printed = record
+        from flopwise.reports.stream import look
+        from flopwise.reports.terminal import render_run
+
+        seen = look(sys.stderr)
+        text = render_run(
+            record,
+            width=seen.width,
+            color=seen.color,
+            ascii_only=seen.ascii_only,
+            next_command=f"flopwise tune {shlex.join(self.job.typed)}"
+            if record.plan is None
+            else None,
+            saved=[short(self.folder / "run.json")] if (self.folder / "run.json").exists() else [],
+        )
+        say(text.removesuffix("\n"))
+
+    def ranks(self) -> list[RankRecord]:
+        """Returns the rank records written so far; a damaged one is left out and said."""
+        found = []
+        for path in sorted((self.folder / folders.RANKS).glob("*.json")):
+            try:
+                found.append(store.read(path, RankRecord, rank_records.SCHEMA))
+            except RecordError as error:
+                if str(error) not in self.notes:
+                    self.notes.append(str(error))
+        return found
+
+    def _watch(self) -> None:
+        """Looks after a job that is still running. Whatever goes wrong here must not reach the job."""
+        now = time.monotonic()
+        if (self._printed is not None and self._printed.complete) or now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        try:
+            self._look(late=now - self._started > self.first_report_s and self._printed is None)
+        except (FlopwiseError, OSError):
+            return  # it is tried again
+        except Exception as error:
+            self._looked = float("inf")
+            self.notes.append(f"no report while it ran: {type(error).__name__}: {error}")
+
+    def _look(self, *, late: bool) -> None:
+        """Stores and reports a measurement that is complete, if the job is still there at the next look."""
+        paths = sorted((self.folder / folders.RANKS).glob("*.json"))
+        seen = [(p.name, (s := p.stat()).st_mtime_ns, s.st_size) for p in paths]
+        if seen != self._seen:
+            self._seen = seen
+            self._complete = self._is_complete()
+            if not late:
+                return
+        if seen and (late or self._complete):
+            record = self._summarise(final=False)
+            store.write(self.folder / "run.json", record)
+            self.report(record)
+            self._printed = record
+
+    def _is_complete(self) -> bool:
+        from flopwise import summary
+
+        ranks = self.ranks()
+        if not ranks:
+            return False
+        ranks = summary.one_per_rank(ranks)
+        return len(ranks) >= ranks[0].world_size and all(r.status == "complete" for r in ranks)
+
+    def _summarise(self, *, final: bool) -> RunRecord:
+        from flopwise import summary
+
+        ranks = self.ranks()
+        if not ranks:
+            raise NothingMeasuredError(self._why_nothing())
+        notes = list(self.notes)
+        lead = summary.one_per_rank(ranks)[0]
+        # Whoever has interrupted a job does not want to wait for ours.
+        may_measure = final and self.peak is None and self._interrupted() is None
+        return summary.summarise(
+            ranks,
+            summary.Context(
+                command=self.options["command"],
+                script=self.job.script,
+                exit_code=self.exit_code,
+                peak=self.peak,
+                price_usd_per_hour=self.price_usd_per_hour,
+                ceilings=ceilings.of_rank(lead, notes, may_measure=may_measure, quiet=self.quiet),
+                plan=self.options.get("plan"),
+                notes=notes,
+                created=self.created,
+            ),
+        )
+
+    def _interrupted(self) -> str | None:
+        """Returns the name of the signal that ended the job, if one did."""
+        number = self._ended_by or (self.exit_code or 0) - 128
+        try:
+            return signal.Signals(number).name
+        except ValueError:
+            return None
+
+    def _why_nothing(self) -> str:
+        failed = [
+            text for path in sorted(self.folder.glob("failed-*.txt")) if (text := _start_of(path))
+        ]
+        if failed:
+            return f"nothing was measured: {failed[0]}"
+        if self.notes:
+            return f"nothing was measured: {self.notes[0]}"
+        if _full(self.folder):
+            return f"nothing was measured: the disk of {self.folder} is full. Give --out on another"
+        inner = sorted(self.folder.glob("nested-*.txt"))
+        if inner:
+            return f"measured by another flopwise run inside this one: {_start_of(inner[0])}"
+        attached = len(list(self.folder.glob("attached-*")))
+        by_signal = self._interrupted()
+        if attached and by_signal:
+            return (
+                f"no training step was stored: {by_signal} ended the script before enough of them were timed. "
+                "A first record is written after ten"
+            )
+        how = f" The script ended with exit code {self.exit_code}" if self.exit_code else ""
+        if attached:
+            return (
+                f"no training step was seen: torch was imported in {attached} process{'es' if attached > 1 else ''}, "
+                "but no optimizer stepped and no backward ran. If the loop has an optimizer of its own, mark its "
+                f"steps with flopwise.step().{how}"
+            )
+        return (
+            "no training step was seen: no Python process below this one imported torch where the meter could "
+            "attach (python -I, -E and -S shut it out, and so does a container or a remote host)."
+            f"{how}"
+        )
+
+
+def _full(folder: Path) -> bool:
+    try:
+        return os.statvfs(folder).f_bavail == 0
+    except OSError:
+        return False
+
+
+def _start_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()[:500]
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror})"
