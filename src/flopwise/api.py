@@ -15,7 +15,7 @@ from flopwise.launch import folder as folders
 from flopwise.launch import process
 from flopwise.launch.command import Job
 from flopwise.measurement import FIRST_REPORT_S, Measurement
-from flopwise.measurement.words import say, short
+from flopwise.measurement.words import line, say, short
 from flopwise.records import store
 
 
@@ -44,7 +44,7 @@ def run_command(
     """
     if commands.disabled():
         if not quiet:
-            say(f"flopwise: {commands.DISABLE} is set: {job.script} runs unmeasured")
+            say(line(f"flopwise: {commands.DISABLE} is set: {job.script} runs unmeasured"))
         return process.run(job.argv, dict(os.environ))
     given_peak = parse_peak(peak) if peak is not None else None
     _check_price(price)
@@ -62,9 +62,7 @@ def run_command(
     )
     _tell_outer_run(folder)
     if not quiet:
-        from flopwise.reports.screen import visible
-
-        say(f"flopwise: measuring {job.script} (run folder {short(folder)})")
+        say(line(f"flopwise: measuring {job.script} (run folder {short(folder)})"))
     try:
         code = measurement.run()
     except UsageError:
@@ -114,7 +112,7 @@ def _finish(measurement: Measurement, json_path: str | None) -> None:
             f"measured is in {measurement.folder / folders.RANKS}"
         )
     for problem in problems:
-        say(f"flopwise run: {problem}")
+        say(line(f"flopwise run: {problem}"))
 
 
 def _tell_outer_run(folder: Path) -> None:

@@ -13,6 +13,14 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
+def line(text: str) -> str:
+    """Returns text as one line, with all that a terminal would obey shown as escapes: a script's name may hold it."""
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
 def short(path: Path) -> str:
     """Returns a path as seen from the working folder, if it lies below."""
     with contextlib.suppress(ValueError, OSError):
