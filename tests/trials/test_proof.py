@@ -95,7 +95,7 @@ def test_processes_that_timed_fewer_steps_are_said(concluded: Arms) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ([2.0, 2.0], [2.0, 2.0], "first losses identical in all processes"),
+        ([2.0, 2.0], [2.0, 2.0], "losses of step 7 identical in all processes"),
         ([2.0, 2.0], [2.002, 2.002], "differ by 1.0e-03 (relative); processes of the bare script do not"),
         ([2.0, 2.2], [2.1, 2.1], "differ by 0.0e+00 (relative); processes of the bare script differ by 9.5e-02"),
         ([2.0, None], [2.0, 2.0], None),

@@ -70,7 +70,7 @@ class Proof:
     exit_codes_equal: bool
     mfu_old: float | None = None  # mean over the processes of the arm; None: not known of all
     mfu_new: float | None = None
-    losses: str | None = None  # how the first losses of the arms differ, in words
+    losses: str | None = None  # how the losses of a later step of the arms differ, in words
 
 
 @dataclass(frozen=True)

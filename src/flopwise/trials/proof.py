@@ -17,6 +17,10 @@ from flopwise.trials.compare import compare_runs
 #: How a run's notes begin that name the fixes which a plan has switched on, and those it has not.
 APPLIED, NOT_APPLIED = "applied by the plan: ", "planned fix "
 
+#: The step whose losses are compared: a plan is applied some steps after the first, when the modules are known, and
+#: every loss up to the end of the warm-up is kept.
+LATER_STEP = 7
+
 
 @dataclass(frozen=True)
 class Conclusion:
@@ -62,13 +66,13 @@ def conclude(
         exit_codes_equal=len({run.exit_code for run in (*old, *new)}) == 1,
         mfu_old=_mean_mfu(old),
         mfu_new=_mean_mfu(new),
-        losses=compare_losses([_first_loss(run) for run in old], [_first_loss(run) for run in new]),
+        losses=compare_losses([_later_loss(run) for run in old], [_later_loss(run) for run in new]),
     )
     return Conclusion(proof, applied, _doubt(proof, on, applied, planned), notes)
 
 
 def compare_losses(old: Sequence[float | None], new: Sequence[float | None]) -> str | None:
-    """Returns in words how the first losses of two arms differ, None where they are not all known.
+    """Returns in words how the losses of step 7 differ between two arms, None where they are not all known.
 
     Equal arms of a script without a seed differ, too: by how much is said beside it.
     """
@@ -77,7 +81,7 @@ def compare_losses(old: Sequence[float | None], new: Sequence[float | None]) -> 
     if len(before) < len(old) or len(after) < len(new) or not before or not after:
         return None
     if len({*before, *after}) == 1:
-        return "first losses identical in all processes"
+        return f"losses of step {LATER_STEP} identical in all processes"
     scale = max(abs(statistics.fmean(before)), 1e-30)
     apart = abs(statistics.fmean(after) - statistics.fmean(before)) / scale
     within = (max(before) - min(before)) / scale
@@ -86,7 +90,7 @@ def compare_losses(old: Sequence[float | None], new: Sequence[float | None]) -> 
         if within
         else "processes of the bare script do not differ"
     )
-    return f"first losses differ by {apart:.1e} (relative); {own}"
+    return f"losses of step {LATER_STEP} differ by {apart:.1e} (relative); {own}"
 
 
 def _applied(run: RunRecord) -> list[str]:
@@ -113,6 +117,10 @@ def _doubt(
     if proof.comparison.outcome != "faster":
         return "the final proof did not show the gain again in fresh processes"
     return None
+
+
+def _later_loss(run: RunRecord) -> float | None:
+    return run.losses[LATER_STEP - 1] if len(run.losses) >= LATER_STEP else None
 
 
 def _first_loss(run: RunRecord) -> float | None:
