@@ -97,7 +97,7 @@ def overhead() -> str:
     head = [
         "device",
         "step",
-        "with the meter (95 %)",
+        "timing, against passing through (95 %)",
         "control",
         "by the meter's own clock",
         "limit",

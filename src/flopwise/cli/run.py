@@ -25,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--warmup",
         type=not_negative,
         metavar="N",
-        help="drop exactly the first N steps (default: by rule)",
+        help="drop the first N steps, and those until the FLOPs are counted (default: by rule)",
     )
     parser.add_argument(
         "--stop-after", action="store_true", help="end the script cleanly once it is measured"
