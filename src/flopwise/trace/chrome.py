@@ -1,0 +1,344 @@
+"""Reads PyTorch's (Kineto's) Chrome traces, `.json` or `.json.gz`, into the table of events.
+
+Written by torch 1.8 and later, on CPU, CUDA or ROCm; with or without shapes and stacks; microseconds with or without a
+fraction.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from flopwise.trace.kinds import Kind, kind_of
+from flopwise.trace.stream import Damage, Pieces
+from flopwise.trace.table import ABSENT, Builder, Collective, Events, Launch, Operands, Triton
+
+#: Microseconds below this are exact to the nanosecond as a float64: its spacing is at most 2^-10 there.
+#: Source: IEEE 754 binary64, 53 bits.
+EXACT_FLOAT_US = 2.0**43
+Progress = Callable[[int], None]
+
+
+class Args(msgspec.Struct, gc=False):
+    """What flopwise reads of an event's `args`."""
+
+    external: int = msgspec.field(default=ABSENT, name="External id")
+    external_old: int = msgspec.field(default=ABSENT, name="external id")
+    correlation: int = ABSENT
+    device: int = ABSENT
+    stream: int = ABSENT
+    nbytes: int = msgspec.field(default=ABSENT, name="bytes")
+    sequence: int = msgspec.field(default=ABSENT, name="Sequence number")
+    dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+    strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Strides")
+    concrete: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
+    grid: msgspec.Raw = msgspec.Raw(b"")
+    block: msgspec.Raw = msgspec.Raw(b"")
+    registers: int = msgspec.field(default=ABSENT, name="registers per thread")
+    shared: int = msgspec.field(default=ABSENT, name="shared memory")
+    collective: str = msgspec.field(default="", name="Collective name")
+    elements_in: int = msgspec.field(default=ABSENT, name="In msg nelems")
+    elements_out: int = msgspec.field(default=ABSENT, name="Out msg nelems")
+    dtype: str = ""
+    group: str = msgspec.field(default="", name="Process Group Name")
+    group_size: int = msgspec.field(default=ABSENT, name="Group size")
+    ranks: str = msgspec.field(default="", name="Process Group Ranks")
+    collective_sequence: int = msgspec.field(default=ABSENT, name="Seq")
+    peer: int = msgspec.field(default=ABSENT, name="Dst Rank")
+    kernel_file: str = ""
+    kernel_name: str = ""
+    kernel_backend: str = ""
+    kernel_kwargs: str = ""
+    call_stack: str = msgspec.field(default="", name="Call stack")
+
+
+NO_ARGS = Args()
+
+
+class Event(msgspec.Struct, gc=False):
+    """One entry of `traceEvents`."""
+
+    ph: str = ""
+    cat: str | None = None
+    name: str = ""
+    pid: int | str = ABSENT
+    tid: int | str = ABSENT
+    ts: float = 0.0
+    dur: float = 0.0
+    args: Args | None = None
+
+
+class ExactEvent(Event, gc=False):
+    """One entry whose times must be kept as text: float64 is too coarse for them."""
+
+    ts: msgspec.Raw = msgspec.Raw(b"0")  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One trace in memory."""
+
+    events: Events
+    header: dict[str, Any]
+    damage: Damage = field(default_factory=Damage)
+    raw_bytes: int = 0
+    path: str = ""
+
+
+def read(path: Path, progress: Progress | None = None) -> Trace:
+    """Returns the table of a trace's events and what its header says.
+
+    Args:
+        path: the file.
+        progress: called now and then with the number of uncompressed bytes read so far.
+
+    Raises:
+        TraceError: the file cannot be read or is no Chrome trace.
+    """
+    pieces = Pieces(path)
+    table = _Table()
+    collecting = gc.isenabled()
+    gc.disable()  # objects of one piece live for milliseconds, and hold no cycles
+    try:
+        for piece in pieces:
+            if isinstance(piece, bytes):
+                table.add_text(piece, pieces)
+            else:
+                table.add_dicts(piece, pieces)
+            if progress is not None:
+                progress(pieces.bytes_read)
+        events = table.builder.events()
+    finally:
+        if collecting:
+            gc.enable()
+    return Trace(events, pieces.header, pieces.damage, pieces.bytes_read, str(path))
+
+
+class _Table:
+    def __init__(self) -> None:
+        self.builder = Builder()
+        self.kinds = _Kinds()
+        self.decoder: msgspec.json.Decoder[Any] | None = None
+        self.exact = False
+
+    def add_text(self, text: bytes, pieces: Pieces) -> None:
+        if self.decoder is None:
+            self.exact = _needs_exact(text)
+            kind = ExactEvent if self.exact else Event
+            self.decoder = msgspec.json.Decoder(list[kind])  # type: ignore[valid-type]
+        try:
+            events = self.decoder.decode(text)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            self.add_dicts(pieces.salvage(text), pieces)
+            return
+        self._add(events, self.exact)
+
+    def add_dicts(self, found: list[dict[str, Any]], pieces: Pieces) -> None:
+        """Adds events that had to be read one by one."""
+        events: list[Event] = []
+        for raw in found:
+            try:
+                events.append(_lenient(raw))
+            except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+                pieces.damage.event(pieces.position, f"{type(error).__name__}: {error}")
+        self._add(events, exact=False)
+
+    def _add(self, found: Sequence[Event], exact: bool) -> None:
+        events = [event for event in found if event.ph == "X"]
+        if not events:
+            return
+        builder = self.builder
+        if exact:
+            start = _exact_ns([bytes(event.ts) for event in events])  # type: ignore[call-overload]
+        else:
+            start = _ns([event.ts for event in events])
+        kinds = [self.kinds[event.cat] for event in events]
+        columns: dict[str, Any] = {
+            "start_ns": start,
+            "duration_ns": _ns([event.dur for event in events]),
+            "kind": kinds,
+            "name": list(map(builder.names.__getitem__, [event.name for event in events])),
+            "lane": list(
+                map(builder.lanes.__getitem__, [(event.pid, event.tid) for event in events])
+            ),
+        }
+        args = [event.args or NO_ARGS for event in events]
+        columns["external"] = [max(a.external, a.external_old) for a in args]
+        columns["correlation"] = [a.correlation for a in args]
+        columns["sequence"] = [a.sequence for a in args]
+        columns |= self._device_columns(kinds, args)
+        columns |= self._details(args)
+        builder.add(len(events), **columns)
+
+    def _device_columns(self, kinds: Sequence[int], args: Sequence[Args]) -> dict[str, Any]:
+        """Returns the columns that only events on a device have."""
+        n = len(args)
+        on_device = [i for i in range(n) if kinds[i] >= Kind.KERNEL]
+        if not on_device:
+            return {}
+        columns = {name: np.full(n, ABSENT, np.int64) for name in ("device", "stream", "nbytes")}
+        launch = np.full(n, ABSENT, np.int32)
+        pool = self.builder.launches
+        for i in on_device:
+            a = args[i]
+            columns["device"][i] = a.device
+            columns["stream"][i] = a.stream
+            columns["nbytes"][i] = a.nbytes
+            if a.grid:
+                launch[i] = pool[Launch(bytes(a.grid), bytes(a.block), a.registers, a.shared)]
+        return {**columns, "launch": launch}
+
+    def _details(self, args: Sequence[Args]) -> dict[str, Any]:
+        """Returns the columns whose values are numbers of a pool."""
+        builder = self.builder
+        columns: dict[str, Any] = {}
+        operands = [
+            builder.operands[
+                Operands(bytes(a.dims), bytes(a.types), bytes(a.strides), bytes(a.concrete))
+            ]
+            if a.dims
+            else ABSENT
+            for a in args
+        ]
+        columns["operands"] = operands
+        if any(a.collective for a in args):
+            columns["collective"] = [
+                builder.collectives[_collective(a)] if a.collective else ABSENT for a in args
+            ]
+        if any(a.kernel_file or a.kernel_backend for a in args):
+            columns["triton"] = [
+                builder.tritons[
+                    Triton(a.kernel_file, a.kernel_name, a.kernel_backend, a.kernel_kwargs)
+                ]
+                if a.kernel_file or a.kernel_backend
+                else ABSENT
+                for a in args
+            ]
+        if any(a.call_stack for a in args):
+            columns["stack"] = [
+                builder.stacks[a.call_stack] if a.call_stack else ABSENT for a in args
+            ]
+        return columns
+
+
+class _Kinds(dict[str | None, int]):
+    def __missing__(self, category: str | None) -> int:
+        kind = self[category] = int(kind_of(category))
+        return kind
+
+
+def _collective(a: Args) -> Collective:
+    return Collective(
+        a.collective,
+        a.elements_in,
+        a.elements_out,
+        a.dtype,
+        a.group,
+        a.group_size,
+        a.ranks,
+        a.collective_sequence,
+        a.peer,
+    )
+
+
+def _ns(us: Sequence[float]) -> npt.NDArray[np.int64]:
+    """Returns microseconds as whole nanoseconds; what is no number of a possible size becomes the largest one."""
+    values = np.asarray(us, np.float64) * 1000.0
+    limit = float(2**62)
+    good = np.abs(values) < limit  # false for NaN too
+    return np.where(good, np.rint(np.where(good, values, 0.0)), limit).astype(np.int64)
+
+
+def _needs_exact(text: bytes) -> bool:
+    """Whether a first piece has fractions of microseconds on numbers that are too large for float64."""
+    try:
+        first = msgspec.json.decode(text, type=list[ExactEvent])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    stamps = [bytes(event.ts) for event in first[:2000] if event.ph == "X"]  # type: ignore[call-overload]
+    try:
+        return any(b"." in stamp and float(stamp) >= EXACT_FLOAT_US for stamp in stamps)
+    except ValueError:
+        return False
+
+
+def _exact_ns(stamps: Sequence[bytes]) -> npt.NDArray[np.int64]:
+    """Returns decimal numbers of microseconds as whole nanoseconds, without passing through a float."""
+    out = np.empty(len(stamps), np.int64)
+    for i, stamp in enumerate(stamps):
+        whole, _, fraction = stamp.strip(b'"').partition(b".")
+        try:
+            out[i] = int(whole) * 1000 + int((fraction + b"000")[:3])
+        except ValueError:  # an exponent, or no number
+            out[i] = _ns([float(stamp.strip(b'"') or b"nan")])[0]
+    return out
+
+
+_INTEGERS = (
+    "External id",
+    "external id",
+    "correlation",
+    "device",
+    "stream",
+    "bytes",
+    "Sequence number",
+    "registers per thread",
+    "shared memory",
+    "In msg nelems",
+    "Out msg nelems",
+    "Group size",
+    "Seq",
+    "Dst Rank",
+)
+
+
+def _lenient(raw: dict[str, Any]) -> Event:
+    """Returns an event of which single values may be of another type than the usual one.
+
+    Raises:
+        ValueError, TypeError: a time is no number.
+    """
+    args = raw.get("args")
+    args = dict(args) if isinstance(args, dict) else {}
+    for key in _INTEGERS:
+        if key in args:
+            try:
+                args[key] = int(args[key])
+            except (ValueError, TypeError, OverflowError):
+                del args[key]
+    known = {f.encode_name: f for f in msgspec.structs.fields(Args)}
+    kept: dict[str, Any] = {}
+    for key, value in args.items():
+        f = known.get(key)
+        if f is None:
+            continue
+        if f.type is msgspec.Raw:
+            kept[f.name] = msgspec.Raw(msgspec.json.encode(value))
+        elif f.type is str:
+            kept[f.name] = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        else:
+            kept[f.name] = value
+    category = raw.get("cat")
+    lane = [raw.get(key, ABSENT) for key in ("pid", "tid")]
+    pid, tid = (part if isinstance(part, (int, str)) else str(part) for part in lane)
+    return Event(
+        ph=str(raw.get("ph", "")),
+        cat=category if isinstance(category, str) else None,
+        name=str(raw.get("name", "")),
+        pid=pid,
+        tid=tid,
+        ts=float(raw.get("ts", 0)),
+        dur=float(raw.get("dur", 0)),
+        args=Args(**kept),
+    )
+
+

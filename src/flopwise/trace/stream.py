@@ -1,0 +1,231 @@
+"""The bytes of a Chrome trace as lists of events: in pieces, so that a file of any size fits in memory.
+
+A piece ends where one event ends and the next one begins. How that looks is learned from the file's first two events:
+profilers indent differently. A piece that cannot be decoded as a whole is read event by event, and what is damaged is left
+out and named.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from flopwise.errors import FlopwiseError
+
+PIECE_BYTES = 1 << 20
+#: No event, and no head of a file, is longer than this.
+LONGEST_BYTES = 64 << 20
+#: So many damaged events are described; the others are only counted.
+MOST_DESCRIBED = 20
+
+_EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
+_BETWEEN = re.compile(rb"\}(\s*),(\s*)\{")
+_SPACE = b" \t\r\n"
+_GZIP = b"\x1f\x8b"
+
+
+class TraceError(FlopwiseError):
+    """A trace cannot be read."""
+
+
+@dataclass
+class Damage:
+    """What of a file could not be used."""
+
+    events: int = 0
+    described: list[str] = field(default_factory=list)
+    ends_early: str | None = None  # why, if the file stops before its end
+
+    def event(self, at: int, why: str) -> None:
+        """Notes a damaged event at a position of the uncompressed file."""
+        self.events += 1
+        if len(self.described) < MOST_DESCRIBED:
+            self.described.append(f"byte {at}: {why}")
+
+
+class Pieces:
+    """The events of a file, piece by piece; afterwards `header` has the rest of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.header: dict[str, Any] = {}
+        self.damage = Damage()
+        self.bytes_read = 0  # uncompressed
+        self._at = 0  # position of the first byte of the current buffer
+        self._head = b""
+        self._tail = b""
+        self._ended = False
+        self._start = 0  # of the piece in hand
+        self._carry = b""  # of it, an event that goes on in the next one
+
+    @property
+    def position(self) -> int:
+        """Where the piece in hand begins, in bytes of the uncompressed file."""
+        return self._start
+
+    def __iter__(self) -> Iterator[bytes | list[dict[str, Any]]]:
+        """Yields either the JSON text of a list of events or, of a damaged piece, the events that can be read.
+
+        The text may turn out not to be valid: then `salvage` has its events.
+
+        Raises:
+            TraceError: the file cannot be opened, or is no Chrome trace.
+        """
+        with _open(self.path) as file:
+            buffer = self._find_events(file)
+            separator: bytes | None = None
+            while True:
+                more = self._read(file)
+                buffer += more
+                if separator is None:
+                    separator = _separator(buffer)
+                cut = buffer.rfind(separator) if separator is not None else -1
+                if not more or self._ended:
+                    break
+                if cut < 0:
+                    if len(buffer) > LONGEST_BYTES:
+                        raise TraceError(
+                            f"{self.path}: no end of an event within {LONGEST_BYTES >> 20} MiB from byte "
+                            f"{self._at} on: this is no Chrome trace, or it is damaged there"
+                        )
+                    continue
+                assert separator is not None
+                body, buffer = buffer[: cut + 1], buffer[cut + len(separator) - 1 :]
+                start = self._at
+                self._at += cut + len(separator) - 1
+                self._start, self._carry = start, b""
+                yield b"[" + body + b"]"
+                if self._carry:  # the piece ended within an event
+                    buffer = self._carry + separator[1:-1] + buffer
+                    self._at -= len(self._carry) + len(separator) - 2
+                if self._ended:
+                    self._tail += buffer
+                    break
+            if self._ended:
+                while more := self._read(file):
+                    self._tail += more[: LONGEST_BYTES - len(self._tail)]
+            elif buffer.strip(_SPACE + b","):
+                self._start, self._carry = self._at, b""
+                yield self._events_of(buffer, last=True)
+            if not self._ended and self.damage.ends_early is None and self._head:
+                self.damage.ends_early = "the list of events is not closed"
+        self.header = _header(self._head, self._tail)
+
+    def salvage(self, text: bytes) -> list[dict[str, Any]]:
+        """Returns the readable events of a piece that is not valid JSON as a whole."""
+        return self._events_of(text[1:-1], last=False)
+
+    def _find_events(self, file: IO[bytes]) -> bytes:
+        buffer = b""
+        while True:
+            more = self._read(file)
+            buffer += more
+            found = _EVENTS.search(buffer)
+            if found is not None:
+                self._head, self._at = buffer[: found.end()], found.end()
+                return buffer[found.end() :]
+            bare = buffer.lstrip(_SPACE + b"\xef\xbb\xbf")
+            if bare[:1] == b"[":  # the array form
+                self._at = len(buffer) - len(bare) + 1
+                return bare[1:]
+            if not more or len(buffer) > LONGEST_BYTES or (bare and bare[:1] != b"{"):
+                seen = repr(bare[:40].decode("utf-8", "replace")) if bare else "an empty file"
+                raise TraceError(
+                    f"{self.path}: not a Chrome trace: no list of events (`traceEvents`) was found; "
+                    f"it begins with {seen}"
+                )
+
+    def _read(self, file: IO[bytes]) -> bytes:
+        try:
+            more = file.read(PIECE_BYTES)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            self.damage.ends_early = f"the compressed data is damaged or cut off ({error})"
+            return b""
+        except OSError as error:
+            raise TraceError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        self.bytes_read += len(more)
+        return more
+
+    def _events_of(self, body: bytes, last: bool) -> list[dict[str, Any]]:
+        """Returns the events in a part of the list, one by one, up to the list's end if it is there."""
+        text = body.decode("utf-8", "surrogateescape")
+        decoder = json.JSONDecoder(strict=False)
+        events: list[dict[str, Any]] = []
+        at = 0
+        while True:
+            while at < len(text) and text[at] in " \t\r\n,":
+                at += 1
+            if at >= len(text):
+                return events
+            if text[at] == "]":
+                self._ended = True
+                self._tail = text[at + 1 :].encode("utf-8", "surrogateescape")
+                return events
+            try:
+                event, at = decoder.raw_decode(text, at)
+                if isinstance(event, dict):
+                    events.append(event)
+                else:
+                    self.damage.event(self._start + at, "not an event")
+            except (ValueError, RecursionError) as error:
+                following = _BETWEEN_TEXT.search(text, at + 1)
+                if following is None:
+                    rest = text[at:].encode("utf-8", "surrogateescape")
+                    if not last:
+                        self._carry = rest
+                    elif self.damage.ends_early is None:
+                        self.damage.ends_early = f"an event is cut off at byte {self._start + at}"
+                    return events
+                where = len(text[:at].encode("utf-8", "surrogateescape"))
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+                self.damage.event(self._start + where, reason)
+                at = following.end() - 1
+
+
+_BETWEEN_TEXT = re.compile(r"\}\s*,\s*\{(?=\s*\"(?:ph|name|cat|pid|tid|ts|args|id|s|bp|dur)\")")
+
+
+def _separator(buffer: bytes) -> bytes | None:
+    """Returns the bytes from the end of the first event to the start of the second one."""
+    text = buffer.decode("utf-8", "surrogateescape")
+    begin = text.find("{")
+    if begin < 0:
+        return None
+    try:
+        _, end = json.JSONDecoder(strict=False).raw_decode(text, begin)
+    except (ValueError, RecursionError):
+        return None if len(buffer) < PIECE_BYTES else b"},{"
+    found = _BETWEEN.match(text[end - 1 : end + 200].encode("utf-8", "surrogateescape"))
+    return found.group() if found else None
+
+
+def _header(head: bytes, tail: bytes) -> dict[str, Any]:
+    """Returns what a file says besides its events; of a damaged one, what its head alone says."""
+    for text in (head + b"]" + tail, head + b"]}"):
+        try:
+            found = json.loads(text.decode("utf-8", "replace"), strict=False)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            found.pop("traceEvents", None)
+            return found
+    return {}
+
+
+def _open(path: Path) -> IO[bytes]:
+    """Opens a file, compressed or not, whatever its name says."""
+    try:
+        file = path.open("rb")
+        if file.read(2) == _GZIP:
+            file.close()
+            return gzip.open(path, "rb")
+        file.seek(0)
+        return file
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -1,0 +1,215 @@
+"""The table of a trace's events: one column a property, names and shapes as numbers of a pool.
+
+Times are integer nanoseconds. A number that an event does not have is -1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from flopwise.trace.kinds import DEVICE_KINDS, Kind
+
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+T = TypeVar("T", bound=Hashable)
+
+ABSENT = -1
+
+
+class Pool(dict[T, int], Generic[T]):
+    """Numbers for values as they come: `pool[value]` is the number of a value, new or seen before."""
+
+    def __missing__(self, value: T) -> int:
+        number = self[value] = len(self)
+        return number
+
+    def values_in_order(self) -> list[T]:
+        """Returns the values by their numbers."""
+        return list(self)
+
+
+class Operands(NamedTuple):
+    """What an operator was called with, as the JSON text of the trace; "" where it was not recorded."""
+
+    dims: bytes = b""
+    types: bytes = b""
+    strides: bytes = b""
+    concrete: bytes = b""
+
+
+class Launch(NamedTuple):
+    """How a kernel was launched, as JSON text."""
+
+    grid: bytes = b""
+    block: bytes = b""
+    registers: int = ABSENT
+    shared_bytes: int = ABSENT
+
+
+class Collective(NamedTuple):
+    """What a collective or point-to-point call said about itself."""
+
+    name: str
+    elements_in: int
+    elements_out: int
+    dtype: str
+    group: str
+    group_size: int
+    ranks: str
+    sequence: int
+    peer: int
+
+
+class Triton(NamedTuple):
+    """What inductor said about one of its kernels."""
+
+    file: str
+    name: str
+    backend: str
+    kwargs: str
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """The events of one trace, in the order of their start.
+
+    All columns have one entry an event. `name` numbers `names`, `lane` numbers `lanes` (process and thread, or
+    device and stream, as the file has them), `operands`, `launch`, `collective`, `triton` and `stack` number
+    their pools.
+    """
+
+    start_ns: Ints
+    duration_ns: Ints
+    kind: npt.NDArray[np.int8]
+    name: npt.NDArray[np.int32]
+    lane: npt.NDArray[np.int32]
+    device: npt.NDArray[np.int32]
+    stream: Ints
+    correlation: Ints
+    external: Ints  # joins runtime calls and kernels with their operator
+    sequence: Ints  # joins a backward operator with its forward one
+    nbytes: Ints  # of copies and memsets
+    operands: npt.NDArray[np.int32]
+    launch: npt.NDArray[np.int32]
+    collective: npt.NDArray[np.int32]
+    triton: npt.NDArray[np.int32]
+    stack: npt.NDArray[np.int32]
+    names: list[str] = field(default_factory=list)
+    lanes: list[tuple[int | str, int | str]] = field(default_factory=list)
+    all_operands: list[Operands] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    tritons: list[Triton] = field(default_factory=list)
+    stacks: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+    @property
+    def end_ns(self) -> Ints:
+        """When each event ends."""
+        return self.start_ns + self.duration_ns
+
+    @property
+    def on_device(self) -> Mask:
+        """Which events occupy a device."""
+        mask: Mask = np.isin(self.kind, DEVICE_KINDS)
+        return mask
+
+    def of(self, *kinds: Kind) -> Mask:
+        """Returns which events are of one of `kinds`."""
+        mask: Mask = np.isin(self.kind, kinds)
+        return mask
+
+    def where(self, rows: Mask | Ints | slice) -> Events:
+        """Returns the table of these rows; the pools are shared."""
+        parts: dict[str, Any] = {}
+        for column in fields(self):
+            value = getattr(self, column.name)
+            parts[column.name] = value[rows] if isinstance(value, np.ndarray) else value
+        return Events(**parts)
+
+    def name_of(self, row: int) -> str:
+        """Returns the name of one event."""
+        return self.names[self.name[row]]
+
+    def names_where(self, test: Any) -> Mask:
+        """Returns which events have a name for which `test(name)` is true."""
+        good = np.fromiter((bool(test(name)) for name in self.names), bool, len(self.names))
+        mask: Mask = good[self.name] if len(self.names) else np.zeros(len(self), bool)
+        return mask
+
+
+_COLUMN_TYPES: dict[str, Any] = {
+    "start_ns": np.int64,
+    "duration_ns": np.int64,
+    "kind": np.int8,
+    "name": np.int32,
+    "lane": np.int32,
+    "device": np.int32,
+    "stream": np.int64,
+    "correlation": np.int64,
+    "external": np.int64,
+    "sequence": np.int64,
+    "nbytes": np.int64,
+    "operands": np.int32,
+    "launch": np.int32,
+    "collective": np.int32,
+    "triton": np.int32,
+    "stack": np.int32,
+}
+
+
+class Builder:
+    """Collects columns piece by piece, so that only the table itself grows with the trace."""
+
+    def __init__(self) -> None:
+        self.names: Pool[str] = Pool()
+        self.lanes: Pool[tuple[int | str, int | str]] = Pool()
+        self.operands: Pool[Operands] = Pool()
+        self.launches: Pool[Launch] = Pool()
+        self.collectives: Pool[Collective] = Pool()
+        self.tritons: Pool[Triton] = Pool()
+        self.stacks: Pool[str] = Pool()
+        self._pieces: list[dict[str, Any]] = []
+        self.rows = 0
+
+    def add(self, rows: int, **columns: Sequence[int] | npt.NDArray[Any] | Iterable[int]) -> None:
+        """Appends `rows` events; columns that are left out are absent in them."""
+        piece = {
+            name: np.asarray(values, _COLUMN_TYPES[name]) for name, values in columns.items()
+        }
+        self._pieces.append({"rows": rows, **piece})
+        self.rows += rows
+
+    def events(self) -> Events:
+        """Returns the table, sorted by start; of events that start together the longer comes first."""
+        columns = {name: self._column(name, kind) for name, kind in _COLUMN_TYPES.items()}
+        self._pieces.clear()
+        order = np.lexsort((-columns["duration_ns"], columns["start_ns"]))
+        for name in columns:  # one at a time: the old column goes before the next one is made
+            columns[name] = columns[name][order]
+        return Events(
+            **columns,
+            names=self.names.values_in_order(),
+            lanes=self.lanes.values_in_order(),
+            all_operands=self.operands.values_in_order(),
+            launches=self.launches.values_in_order(),
+            collectives=self.collectives.values_in_order(),
+            tritons=self.tritons.values_in_order(),
+            stacks=self.stacks.values_in_order(),
+        )
+
+    def _column(self, name: str, kind: Any) -> npt.NDArray[Any]:
+        column = np.full(self.rows, ABSENT, kind)
+        at = 0
+        for piece in self._pieces:
+            if name in piece:
+                column[at : at + piece["rows"]] = piece.pop(name)
+            at += piece["rows"]
+        return column
