@@ -191,13 +191,15 @@ class Builder:
         """Returns the table, sorted by start; of events that start together the longer comes first."""
         columns = {name: self._column(name, kind) for name, kind in _COLUMN_TYPES.items()}
         self._pieces.clear()
+        lanes, renumbered = _same_lanes(self.lanes.values_in_order())
+        columns["lane"] = renumbered[columns["lane"]]
         order = np.lexsort((-columns["duration_ns"], columns["start_ns"]))
         for name in columns:  # one at a time: the old column goes before the next one is made
             columns[name] = columns[name][order]
         return Events(
             **columns,
             names=self.names.values_in_order(),
-            lanes=self.lanes.values_in_order(),
+            lanes=lanes,
             all_operands=self.operands.values_in_order(),
             launches=self.launches.values_in_order(),
             collectives=self.collectives.values_in_order(),
@@ -213,3 +215,19 @@ class Builder:
                 column[at : at + piece["rows"]] = piece.pop(name)
             at += piece["rows"]
         return column
+
+
+def _same_lanes(
+    lanes: Sequence[tuple[int | str, int | str]],
+) -> tuple[list[tuple[int | str, int | str]], npt.NDArray[np.int32]]:
+    """Returns lanes of which none is there twice, and the new number of each old one.
+
+    Profilers of 2021 write a thread's number as text for operators and as a number for runtime calls.
+    """
+    pool: Pool[tuple[int | str, int | str]] = Pool()
+    numbers = [pool[(_as_number(pid), _as_number(tid))] for pid, tid in lanes]
+    return pool.values_in_order(), np.asarray([*numbers, ABSENT], np.int32)
+
+
+def _as_number(part: int | str) -> int | str:
+    return int(part) if isinstance(part, str) and part.isdecimal() and len(part) < 19 else part
