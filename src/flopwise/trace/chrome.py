@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-
 from pathlib import Path
 from typing import Any
 
@@ -140,27 +139,31 @@ class _Table:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             self.add_dicts(pieces.salvage(text), pieces)
             return
-        self._add(events, self.exact)
+        events = [event for event in events if event.ph == "X"]
+        if self.exact:
+            start = _exact_ns([bytes(event.ts) for event in events])
+        else:
+            start = _ns([event.ts for event in events])
+        self._add(events, start)
 
     def add_dicts(self, found: list[dict[str, Any]], pieces: Pieces) -> None:
         """Adds events that had to be read one by one."""
         events: list[Event] = []
+        start: list[int] = []
         for raw in found:
             try:
-                events.append(_lenient(raw))
+                event = _lenient(raw)
+                if event.ph == "X":
+                    start.append(_exact_ns([str(raw.get("ts", 0)).encode()])[0])
+                    events.append(event)
             except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
                 pieces.damage.event(pieces.position, f"{type(error).__name__}: {error}")
-        self._add(events, exact=False)
+        self._add(events, start)
 
-    def _add(self, found: Sequence[Event], exact: bool) -> None:
-        events = [event for event in found if event.ph == "X"]
+    def _add(self, events: Sequence[Event], start: Any) -> None:
         if not events:
             return
         builder = self.builder
-        if exact:
-            start = _exact_ns([bytes(event.ts) for event in events])  # type: ignore[call-overload]
-        else:
-            start = _ns([event.ts for event in events])
         kinds = [self.kinds[event.cat] for event in events]
         columns: dict[str, Any] = {
             "start_ns": start,
@@ -275,11 +278,13 @@ def _exact_ns(stamps: Sequence[bytes]) -> npt.NDArray[np.int64]:
     """Returns decimal numbers of microseconds as whole nanoseconds, without passing through a float."""
     out = np.empty(len(stamps), np.int64)
     for i, stamp in enumerate(stamps):
-        whole, _, fraction = stamp.strip(b'"').partition(b".")
+        whole, _, fraction = stamp.partition(b".")
         try:
+            if stamp[:1] == b"-":
+                raise ValueError
             out[i] = int(whole) * 1000 + int((fraction + b"000")[:3])
-        except ValueError:  # an exponent, or no number
-            out[i] = _ns([float(stamp.strip(b'"') or b"nan")])[0]
+        except (ValueError, OverflowError):  # an exponent, a sign, or no number
+            out[i] = _ns([float(stamp)])[0]
     return out
 
 
@@ -340,5 +345,3 @@ def _lenient(raw: dict[str, Any]) -> Event:
         dur=float(raw.get("dur", 0)),
         args=Args(**kept),
     )
-
-

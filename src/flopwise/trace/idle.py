@@ -177,9 +177,7 @@ def _host_part(host: Host, low: int, launched: int, out: IdleTime) -> int:
     return rest + launched - at
 
 
-def _refilled(
-    work: Launches, order: Ints, starts: Ints, since: int, until: int
-) -> bool:
+def _refilled(work: Launches, order: Ints, starts: Ints, since: int, until: int) -> bool:
     """Whether some work that started in [since, until) had been launched long before."""
     a, b = int(np.searchsorted(starts, since)), int(np.searchsorted(starts, until))
     rows = order[a:b]

@@ -42,9 +42,7 @@ def launches(events: Events, device: int, host: Nesting | None = None) -> Launch
     linked = (runtime >= 0) & (op < 0)
     by_call = np.full(len(rows), ABSENT, np.int64)
     if linked.any():
-        by_call[linked] = _join(
-            events, runtime[linked], events.of(Kind.OP), events.external
-        )
+        by_call[linked] = _join(events, runtime[linked], events.of(Kind.OP), events.external)
     op = np.where(op >= 0, op, by_call)
     op = np.where(_plausible(events, op, launched), op, ABSENT)
     lost = (op < 0) & (runtime >= 0)

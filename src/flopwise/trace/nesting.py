@@ -23,7 +23,11 @@ class Nesting:
     def innermost(self, lane: npt.NDArray[np.int32], at_ns: Ints) -> Ints:
         """Returns the row of the innermost event on each lane at each instant, -1 where there is none."""
         found = self.position(lane, at_ns)
-        return np.where(found >= 0, self.rows[np.maximum(found, 0)], ABSENT) if len(self.rows) else found
+        return (
+            np.where(found >= 0, self.rows[np.maximum(found, 0)], ABSENT)
+            if len(self.rows)
+            else found
+        )
 
     def position(self, lane: npt.NDArray[np.int32], at_ns: Ints) -> Ints:
         """Returns the position in these arrays instead of the row."""

@@ -39,7 +39,9 @@ class Ownership:
     high_ns: int
     owned_ns: tuple[int, int, int]  # by class of `Owner`
     idle: Spans  # what nobody owns
-    share_ns: npt.NDArray[np.float64]  # of each piece of work, shape (n,); they sum to `owned_ns` by class
+    share_ns: npt.NDArray[
+        np.float64
+    ]  # of each piece of work, shape (n,); they sum to `owned_ns` by class
     hidden_ns: npt.NDArray[np.float64]  # of each, what a higher class covered, shape (n,)
 
     @property
@@ -107,5 +109,7 @@ def _shared(start: Ints, end: Ints, free: Spans) -> npt.NDArray[np.float64]:
     length = np.diff(bounds).astype(np.float64)
     each = np.where(usable & (n > 0), length / np.maximum(n, 1), 0.0)
     total = np.concatenate([[0.0], np.cumsum(each)])
-    got: npt.NDArray[np.float64] = total[np.searchsorted(bounds, end)] - total[np.searchsorted(bounds, start)]
+    got: npt.NDArray[np.float64] = (
+        total[np.searchsorted(bounds, end)] - total[np.searchsorted(bounds, start)]
+    )
     return got

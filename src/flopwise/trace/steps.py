@@ -28,7 +28,9 @@ class Steps:
     bounds_ns: Ints  # shape (n + 1,)
     host_ns: Ints  # where each bound lies on the host: the end of the optimizer's call or of the mark, shape (n + 1,)
     by: str  # "optimizer" | "profiler marks" | "whole trace"
-    first_from_mark: bool  # the first bound is a host mark: nothing tells when the device began that step
+    first_from_mark: (
+        bool  # the first bound is a host mark: nothing tells when the device began that step
+    )
     numbers: tuple[int, ...] = ()  # the profiler's own, where it numbers them
 
     def __len__(self) -> int:
@@ -94,9 +96,7 @@ def _by_marks(
     return Steps(np.asarray(bounds), np.asarray(host), by, first_from_mark=True, numbers=numbers)
 
 
-def _by_optimizer(
-    events: Events, work: Launches, calls: npt.NDArray[np.int64]
-) -> Steps | None:
+def _by_optimizer(events: Events, work: Launches, calls: npt.NDArray[np.int64]) -> Steps | None:
     """Steps from one optimizer cycle to the next; None where fewer than two end in the trace."""
     names = [events.name_of(int(row)) for row in calls]
     last = names[-1]  # of several optimizers that step in turns, the one that closes the cycle

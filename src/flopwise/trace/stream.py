@@ -7,12 +7,12 @@ out and named.
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import IO, Any
 
@@ -121,7 +121,7 @@ class Pieces:
         """Returns the readable events of a piece that is not valid JSON as a whole."""
         return self._events_of(text[1:-1], last=False)
 
-    def _find_events(self, file: IO[bytes]) -> bytes:
+    def _find_events(self, file: IO[bytes] | Gunzip) -> bytes:
         buffer = b""
         while True:
             more = self._read(file)
@@ -141,21 +141,20 @@ class Pieces:
                     f"it begins with {seen}"
                 )
 
-    def _read(self, file: IO[bytes]) -> bytes:
+    def _read(self, file: IO[bytes] | Gunzip) -> bytes:
         try:
             more = file.read(PIECE_BYTES)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            self.damage.ends_early = f"the compressed data is damaged or cut off ({error})"
-            return b""
         except OSError as error:
             raise TraceError(f"{self.path}: cannot be read: {error.strerror or error}") from None
+        if isinstance(file, Gunzip) and file.damaged is not None:
+            self.damage.ends_early = f"the compressed data {file.damaged}"
         self.bytes_read += len(more)
         return more
 
     def _events_of(self, body: bytes, last: bool) -> list[dict[str, Any]]:
         """Returns the events in a part of the list, one by one, up to the list's end if it is there."""
         text = body.decode("utf-8", "surrogateescape")
-        decoder = json.JSONDecoder(strict=False)
+        decoder = json.JSONDecoder(strict=False, parse_float=Decimal)
         events: list[dict[str, Any]] = []
         at = 0
         while True:
@@ -175,6 +174,11 @@ class Pieces:
                     self.damage.event(self._start + at, "not an event")
             except (ValueError, RecursionError) as error:
                 following = _BETWEEN_TEXT.search(text, at + 1)
+                closing = _CLOSING_TEXT.search(text, at + 1)
+                if following is None and closing is not None:
+                    self.damage.event(self._start + self._bytes_of(text[:at]), _why(error))
+                    at = closing.end() - 1
+                    continue
                 if following is None:
                     rest = text[at:].encode("utf-8", "surrogateescape")
                     if not last:
@@ -182,12 +186,19 @@ class Pieces:
                     elif self.damage.ends_early is None:
                         self.damage.ends_early = f"an event is cut off at byte {self._start + at}"
                     return events
-                where = len(text[:at].encode("utf-8", "surrogateescape"))
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-                self.damage.event(self._start + where, reason)
+                self.damage.event(self._start + self._bytes_of(text[:at]), _why(error))
                 at = following.end() - 1
 
+    @staticmethod
+    def _bytes_of(text: str) -> int:
+        return len(text.encode("utf-8", "surrogateescape"))
 
+
+def _why(error: Exception) -> str:
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+_CLOSING_TEXT = re.compile(r"\}\s*\](?=\s*(?:,\s*\"|\}|$))")
 _BETWEEN_TEXT = re.compile(r"\}\s*,\s*\{(?=\s*\"(?:ph|name|cat|pid|tid|ts|args|id|s|bp|dur)\")")
 
 
@@ -218,14 +229,58 @@ def _header(head: bytes, tail: bytes) -> dict[str, Any]:
     return {}
 
 
-def _open(path: Path) -> IO[bytes]:
+class Gunzip:
+    """Reads a gzip file as far as it goes: of one that is damaged, everything before the damage."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.damaged: str | None = None
+        self._file = file
+        self._member = zlib.decompressobj(wbits=31)
+        self._packed = b""
+        self._at_end = False
+
+    def read(self, size: int) -> bytes:
+        """Returns up to `size` bytes, b"" at the end or at the damage."""
+        while not self._at_end:
+            if not self._packed:
+                self._packed = self._file.read(1 << 18)
+                if not self._packed:
+                    self._at_end = True
+                    if not self._member.eof:
+                        self.damaged = "is cut off"
+                    break
+            if self._member.eof:
+                if self._packed[:2] != _GZIP:  # padding after the last member
+                    self._at_end = True
+                    break
+                self._member = zlib.decompressobj(wbits=31)
+            try:
+                out = self._member.decompress(self._packed, size)
+            except zlib.error as error:
+                self.damaged, self._at_end = f"is damaged ({error})", True
+                break
+            self._packed = self._member.unconsumed_tail or self._member.unused_data
+            if out:
+                return out
+        return b""
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> Gunzip:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open(path: Path) -> IO[bytes] | Gunzip:
     """Opens a file, compressed or not, whatever its name says."""
     try:
         file = path.open("rb")
-        if file.read(2) == _GZIP:
-            file.close()
-            return gzip.open(path, "rb")
+        packed = file.read(2) == _GZIP
         file.seek(0)
-        return file
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return Gunzip(file) if packed else file

@@ -181,9 +181,7 @@ class Builder:
 
     def add(self, rows: int, **columns: Sequence[int] | npt.NDArray[Any] | Iterable[int]) -> None:
         """Appends `rows` events; columns that are left out are absent in them."""
-        piece = {
-            name: np.asarray(values, _COLUMN_TYPES[name]) for name, values in columns.items()
-        }
+        piece = {name: np.asarray(values, _COLUMN_TYPES[name]) for name, values in columns.items()}
         self._pieces.append({"rows": rows, **piece})
         self.rows += rows
 
