@@ -115,6 +115,9 @@ class Session:
         self._clock: DeviceClock | None = None
         self._frames = 0
         self._timed = 0
+        self._slow = 0  # leading steps taken out of the timed ones for good
+        self.enough = False  # as many steps are timed as were wanted
+        self.ended = False  # the script has
         self._first_replay = 0  # row from which steps are replays of a CUDA graph
         self._timed_from_ns = 0
         self.brief = False  # the running interval is only counted
@@ -207,6 +210,7 @@ class Session:
 
     def settle(self) -> None:
         """The script has ended: settles how many steps it made."""
+        self.ended = True
         self.boundaries.close()
         if (
             self.mode in (None, "backward")
@@ -546,19 +550,39 @@ class Session:
         if row.flags & (COUNTED | COMPILED | SAVE):
             return
         self._timed += 1
-        config = self.config
         elapsed_s = (started - self._timed_from_ns) * 1e-9
-        if config.steps is not None:
-            done = self._timed >= config.steps
-        else:
-            done = self._timed >= config.default_steps and elapsed_s >= config.min_window_s
-            done = done or (self._timed >= FIRST_RECORD_STEPS and elapsed_s >= config.max_window_s)
-        if done:
-            self._complete()
+        if self._done(elapsed_s):
+            self._recount()
+            if self._done(elapsed_s):
+                self._complete()
+            else:
+                self.interval.flags |= COUNTED
         elif self._first_record_due(elapsed_s):
             self._written_at = self._timed
             self.interval.flags |= COUNTED
             self._write_later("partial: still measuring")
+
+    def _done(self, elapsed_s: float) -> bool:
+        config = self.config
+        if config.steps is not None:
+            return self._timed >= config.steps
+        if self._timed >= FIRST_RECORD_STEPS and elapsed_s >= config.max_window_s:
+            return True
+        return self._timed >= config.default_steps and elapsed_s >= config.min_window_s
+
+    def _recount(self) -> None:
+        """Counts as timed what the record will: pauses are not, and what leads slowly is warm-up from here on.
+
+        More is timed in its place. Where steps get faster for ever, no more is given up than was wanted.
+        """
+        wanted = self.config.steps or self.config.default_steps
+        kinds = finish.kinds_so_far(self.rows, self.config.warmup, lead=self._slow >= wanted)
+        for i, kind in enumerate(kinds, start=1):
+            row = self.rows[i]
+            if kind == "warmup" and row.flags & TIMED:
+                self.rows[i] = row._replace(flags=row.flags & ~TIMED)
+                self._slow += 1
+        self._timed = kinds.count("timed")
 
     def _first_record_due(self, elapsed_s: float) -> bool:
         if self.config.folder is None:
@@ -568,6 +592,7 @@ class Session:
         return self._written_at <= FIRST_RECORD_STEPS and elapsed_s >= 55
 
     def _complete(self) -> None:
+        self.enough = True
         self.window.close()
         self.surroundings.close()
         self.counting.check()
