@@ -9,23 +9,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flopwise.fixes.interface import (
-    Applied,
-    Declined,
-    Eligible,
-    Fix,
-    Scene,
-    share_reason,
-    unless_failed,
-)
-from flopwise.fixes.slot import INPUTS, Call, Layers, Slot, inner, slot_problem
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, unless_failed
+from flopwise.fixes.slot import INPUTS, Call, Layers, Slot, forward_problem, inner
 from flopwise.meter.parity import compare_forward
 from flopwise.meter.replay import Snapshot, map_tensors
 from flopwise.meter.yardstick import FLOAT32
 from flopwise.records.verdict import Parity
-
-#: Below this share of forward and backward no trial could show a gain.
-LEAST_COMPUTE_FRAC = 0.05
 
 
 class ChannelsLast(Fix):
@@ -64,17 +53,11 @@ class ChannelsLast(Fix):
             return Declined("the model has no Conv2d")
         if all(m.weight.is_contiguous(memory_format=torch.channels_last) for m in convolutions):
             return Declined("the model is in channels-last layout already")
-        if scene.facts.compiles:
-            return Declined("the script compiles its model; another layout would compile it again")
-        for root in scene.roots:
-            if any(isinstance(m, DistributedDataParallel) for m in root.modules()):
-                return Declined("DistributedDataParallel laid out its buckets for the old layout")
-            reason = slot_problem(root)
-            if reason:
-                return Declined(reason)
+        if any(isinstance(m, DistributedDataParallel) for r in scene.roots for m in r.modules()):
+            return Declined("DistributedDataParallel laid out its buckets for the old layout")
         if scene.device.type not in ("cpu", "cuda"):
             return Declined(f"not tested on devices of type {scene.device.type}")
-        reason = share_reason(scene.compute_frac, LEAST_COMPUTE_FRAC, "in forward and backward")
+        reason = forward_problem(scene, "another layout")
         return Declined(reason) if reason else Eligible()
 
     def apply(self, scene: Scene, setting: Mapping[str, str] | None = None) -> Applied:
