@@ -81,28 +81,25 @@ def overhead() -> str:
     rows = []
     for path in sorted(RESULTS.rglob("overhead*.json")):
         data = json.loads(path.read_text("utf-8"))
+        where, source = f"{data['device']}, torch {data['torch']}", f"`{path.relative_to(ROOT)}`"
         for case in data["cases"]:
-            found = case["attached"]
+            waits = "" if case["waits"] == "nothing" else f", the {case['waits']} waits"
             rows.append(
                 [
-                    f"{data['device']}, torch {data['torch']}",
-                    f"{case['step_ms']:.1f} ms",
-                    f"{signed(found['ratio'])} ({signed(found['low'])} to {signed(found['high'])})",
+                    where,
+                    f"{case['step_ms']:.1f} ms{waits}",
+                    interval(case["total"]),
                     signed(case["control"]["ratio"]),
                     units.percent(case["own_frac"]),
                     f"{units.percent(case['limit_frac'])}: {case['verdict'].split(':')[0]}",
-                    f"`{path.relative_to(ROOT)}`",
+                    source,
                 ]
             )
-    head = [
-        "device",
-        "step",
-        "timing, against passing through (95 %)",
-        "control",
-        "by the meter's own clock",
-        "limit",
-        "from",
-    ]
+        if after := data.get("detached"):
+            step = f"{after['case_ms']:g} ms, after detaching"
+            shown = after["verdict"].split(":")[-1].strip()
+            rows.append([where, step, interval(after["detached"]), "", "", shown, source])
+    head = ["device", "step", "cost (95 %)", "control", "by the meter's own clock", "limit", "from"]
     return table(head, rows)
 
 
@@ -115,6 +112,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[Sequence
 def difference(ratio: float) -> str:
     """Returns how far a ratio is from 1, unsigned, in percent with three decimals."""
     return f"{100 * abs(ratio - 1):.3f} %"
+
+
+def interval(ratio: dict[str, float]) -> str:
+    """Returns a ratio with its interval, as differences from 1."""
+    low, high = signed(ratio["low"]), signed(ratio["high"])
+    return f"{signed(ratio['ratio'])} ({low} to {high})"
 
 
 def signed(ratio: float) -> str:
