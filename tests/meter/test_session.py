@@ -476,6 +476,33 @@ def test_everything_is_taken_out_again() -> None:
     assert reference() is None  # nothing of the user's is kept alive
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_script_may_hook_into_all_optimizers_itself(behind: bool) -> None:
+    calls = []
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    session = Session(Config(steps=3, count=False))
+    if behind:
+        session.attach()
+    register = torch_optimizer.register_optimizer_step_post_hook
+    handles = [register(lambda *_: calls.append(1)) for _ in range(2)]
+    if not behind:
+        session.attach()
+    calls.clear()  # attaching tries whether hooks fire
+    try:
+        plain_loop(net, optimizer, 30)  # torch raises if its hooks change while it runs them
+        assert session.phase == "done"
+        assert len(calls) == 60
+        stays = "a patch could not be undone: the script has put a hook behind ours"
+        assert [note.startswith(stays) for note in session.notes] == [True] * behind
+    finally:
+        session.detach()
+        for handle in handles:
+            handle.remove()
+    assert len(torch_optimizer._global_optimizer_post_hooks) == behind
+    torch_optimizer._global_optimizer_post_hooks.clear()
+
+
 def test_a_fault_of_ours_is_reported_and_the_loop_goes_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

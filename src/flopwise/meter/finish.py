@@ -109,7 +109,10 @@ def build(snapshot: Snapshot) -> RankRecord:
     """Returns the rank record. Waits (without spinning) until the device has passed the last event."""
     session = snapshot.session
     rows, clock = step_rows(
-        snapshot.rows, session.config.warmup, snapshot.waits, lead=session.enough
+        snapshot.rows,
+        session.config.warmup,
+        () if session.draws_apart else snapshot.waits,
+        lead=session.enough,
     )
     on_cuda = session.device.type == "cuda"
     rank, world, local_rank = identity()
@@ -122,8 +125,11 @@ def build(snapshot: Snapshot) -> RankRecord:
     losses = _finite(snapshot.losses)
     if len(losses) < len(snapshot.losses):
         notes.append(_not_finite(len(losses) + 1, scaled=session.uses_scaler))
+    several = session.trainers.several
     boundary = session.mode or "none"
-    if boundary == "optimizer":
+    if several is not None and boundary != "mark":
+        boundary = session.trainers.boundary
+    elif boundary == "optimizer":
         boundary = session.boundaries.describe()
     elif boundary == "replay":
         boundary = "graph replay"
@@ -180,6 +186,8 @@ def build(snapshot: Snapshot) -> RankRecord:
         counted_from=_counted_from(session, rows),
         float32_matmul_precision=_matmul_precision(),
         surroundings=session.surroundings.record(),
+        several=several,
+        draws_apart=session.draws_apart,
     )
 
 
