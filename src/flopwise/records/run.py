@@ -64,7 +64,9 @@ class Steps:
     skipped_by_scaler: int  # timed iterations whose update a GradScaler skipped: time, but no FLOPs
     boundary: str  # what ended a step: "optimizer" | "optimizer cycle of N" | "backward" | "graph replay" | "mark"
     warmup_rule: str  # the rule, in words, with its numbers
-    micro_batches: float | None  # backward passes per step, mean over the timed steps; None: not seen
+    micro_batches: (
+        float | None
+    )  # backward passes per step, mean over the timed steps; None: not seen
     strata: list[Stratum] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
     by_hand: bool = False  # --warmup was given
