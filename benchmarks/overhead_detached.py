@@ -24,7 +24,7 @@ from small_steps import Loop, Meter, shape
 
 from flopwise.trials.interval import independent_ratio
 
-BLOCKS = 8  # blocks of each process, before and again after
+BLOCKS = 30  # short blocks of each process, before and again after
 
 
 class Worker:
@@ -82,7 +82,7 @@ def observation(device: str, target_ms: float, depth: int, coin: random.Random) 
         step_s = max(worker.answer() for worker in workers)
         coin.shuffle(workers)
         treated, control = workers
-        steps = max(10, round(0.3 / step_s))
+        steps = max(3, round(0.08 / step_s))
         before = alternate(treated, control, steps, coin)
         both = [(treated, f"metered {steps}"), (control, f"bare {steps}")]
         coin.shuffle(both)

@@ -1,13 +1,15 @@
 """A training loop of a chosen step time, metered or bare: what overhead is measured on.
 
 The step is a plain one: a loader, a residual net, a loss, `backward`, AdamW. Its depth is chosen by
-timing, so that the step takes about the wanted time on the machine at hand. Up to 20 ms the layers
-are so small that a GPU waits for the host, where a meter costs most; above, the host waits.
+timing, so that the step takes about the wanted time on the machine at hand. On a GPU the layers are
+either so small that it waits for the host, where a meter costs most, or so large that the host waits.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -22,7 +24,7 @@ from flopwise.meter.rows import Row
 from flopwise.meter.session import Session
 
 WARMUP_STEPS = 6  # the meter's warm-up: roots found, FLOPs counted
-WASHOUT_STEPS = 3  # dropped at the head of every block, with the meter or without
+WASHOUT_STEPS = 1  # dropped at the head of every block, with the meter or without
 MOST_WAITING_STEPS = 2000
 
 
@@ -163,18 +165,45 @@ class Meter:
         return (close + self.session.brief_own_ns(rows)) / len(rows) * 1e-9
 
 
-def shape(device: str, target_ms: float) -> tuple[int, int]:
-    """Returns (width, batch) for a step of about this time: host-bound on a GPU up to 20 ms."""
+def shape(device: str, target_ms: float, host_bound: bool = True) -> tuple[int, int]:
+    """Returns (width, batch) for a step of about this time in which a GPU, or the host, waits."""
     if device == "cpu":
         return (128, 32) if target_ms < 50 else (256, 64)
-    return (128, 64) if target_ms <= 20 else (4096, 8192)
+    if host_bound:
+        return 128, 64
+    return (4096, 8192) if target_ms > 50 else (2048, 4096)
 
 
-def calibrate(device: str, target_ms: float) -> int:
+def calibrate(device: str, target_ms: float, host_bound: bool = True) -> int:
     """Returns the depth at which a step takes about `target_ms` here."""
-    width, batch = shape(device, target_ms)
+    width, batch = shape(device, target_ms, host_bound)
     depth = 2
     for _ in range(2):
         step_s = min(Loop(device, width, batch, depth).block(10).step_s for _ in range(2))
         depth = max(1, round(depth * target_ms / (step_s * 1e3)))
     return depth
+
+
+def block_length(loop: Loop, seconds: float, longest_s: float) -> int:
+    """Returns how many steps a block should have, from bare blocks: where the error falls fastest.
+
+    Short blocks follow a drift of the machine; long ones waste less on their wash-out. For each length
+    the middle block of three is compared with its neighbours, as an arm is with the others; what
+    counts is the variance of that, times what a comparison costs.
+    """
+    step_s = loop.block(10).step_s
+    single = [loop.block(1).step_s for _ in range(max(24, int(seconds / (2 * step_s))))]
+    best, least = 1, math.inf
+    steps = 1
+    while steps <= len(single) // 12 and steps * step_s <= longest_s:
+        blocks = [
+            statistics.fmean(single[i : i + steps])
+            for i in range(0, len(single) - steps + 1, steps)
+        ]
+        logs = [math.log(block) for block in blocks]
+        odd = [b - (a + c) / 2 for a, b, c in zip(logs, logs[1:], logs[2:], strict=False)]
+        error = statistics.pvariance(odd) * (steps + WASHOUT_STEPS)
+        if error < least:
+            best, least = steps, error
+        steps *= 2
+    return best

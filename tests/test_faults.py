@@ -40,10 +40,18 @@ def test_a_script_that_never_trains(go: Go) -> None:
     assert (done.code, done.out) == (4, "done\n")
     assert not done.ranks()
     assert done.ours()[-1].startswith(
-        "flopwise run: no training step was seen: torch was imported in 1 process, but"
+        "flopwise run: no training step was stored: the script ended with exit code 4 before enough of them were "
+        "timed. torch was imported in 1 process; a first record is written after ten steps"
     )
-    assert done.ours()[-1].endswith("The script ended with exit code 4")
     assert len(done.ours()) == 2  # the start, and this
+
+
+def test_a_script_that_never_trains_and_ends_well(go: Go) -> None:
+    done = go("net(torch.ones(1, 8)); print('done')")
+    assert (done.code, done.out) == (0, "done\n")
+    assert done.ours()[-1].startswith(
+        "flopwise run: no training step was seen: torch was imported in 1 process, but no optimizer stepped"
+    )
 
 
 def test_a_single_step(go: Go) -> None:
@@ -102,7 +110,10 @@ def test_any_end_in_the_middle_of_a_step_keeps_its_exit_code_and_what_was_measur
 def test_killed_before_anything_was_stored(go: Go) -> None:
     done = go("train(5); os.kill(os.getpid(), signal.SIGKILL)")
     assert done.code == -9
-    assert "no training step was stored: SIGKILL ended the script before enough" in done.ours()[-1]
+    assert (
+        "no training step was stored: the script was ended by SIGKILL before enough of them were timed"
+        in done.ours()[-1]
+    )
 
 
 def test_an_error_in_the_optimizer_or_in_backward_is_theirs_alone(go: Go) -> None:
@@ -382,8 +393,9 @@ def test_a_python_without_torch(
     assert main(["run", "train.py"]) == 1
     lines = capfd.readouterr().err.splitlines()
     assert "ModuleNotFoundError: No module named 'torch'" in lines
-    assert lines[-1].startswith("flopwise run: no training step was seen: no Python process below")
-    assert lines[-1].endswith("The script ended with exit code 1")
+    assert lines[-1].startswith(
+        "flopwise run: no training step was seen: the script ended with exit code 1; no Python process below"
+    )
 
 
 # ---------------------------------------------------------------------- files and folders
@@ -509,6 +521,45 @@ def test_a_corrupt_cache_of_ceilings_is_said_and_measured_anew(
     assert any("could not be measured: not in a test" in note for note in done.record.notes)
     assert done.record.mfu.value is None
     assert "no peak is known for this cpu" in str(done.record.mfu.reason)
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_a_run_folder_that_goes_away_before_anything_was_read(go: Go, code: int) -> None:
+    done = go(f"train(3)\nimport shutil; shutil.rmtree('run')\ntrain(60); sys.exit({code})")
+    assert done.code == code
+    message = f"nothing was measured: the run folder {done.folder} went away while the script ran"
+    assert message in done.ours()[-1]
+    assert ("The script ended with exit code 5. " in done.ours()[-1]) == (code == 5)
+    assert done.ours()[-1].endswith("Give --out a folder that the script leaves alone")
+    assert not done.folder.exists()
+
+
+def test_a_run_folder_that_goes_away_when_its_records_were_read(go: Go, tmp_path: Path) -> None:
+    done = go(
+        "import shutil\n"
+        "train(60)\n"
+        "while not os.path.exists('run/run.json'): time.sleep(0.01)\n"
+        "time.sleep(0.3)\n"
+        "shutil.rmtree('run'); sys.exit(6)",
+        steps=10,
+        json_path=str(tmp_path / "kept.json"),
+    )
+    assert done.code == 6
+    assert done.err.count("  throughput") == 1
+    assert done.ours()[-2] == "flopwise: report above"
+    assert done.ours()[-1].startswith(
+        f"flopwise run: the run folder {done.folder} went away while the script ran, so nothing is stored there; "
+        "the report is of what had been read before."
+    )
+    assert not done.folder.exists()
+    kept = json.loads((tmp_path / "kept.json").read_text())
+    assert (kept["exit_code"], kept["steps"]["timed"]) == (6, 10)
+
+
+def test_a_run_folder_that_was_made_anew_holds_what_was_measured(go: Go) -> None:
+    done = go("train(3)\nimport shutil; shutil.rmtree('run'); os.mkdir('run')\ntrain(60)")
+    assert done.code == 0
+    assert done.record.steps.total == 63
 
 
 # ---------------------------------------------------------------------- failures of ours

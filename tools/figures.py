@@ -18,6 +18,10 @@ from typing import Any
 
 from flopwise import units
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from overhead_verdict import pooled, together, verdict
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "overhead.md")
@@ -77,33 +81,37 @@ def step_truth() -> str:
 
 
 def overhead() -> str:
-    """Returns the table of what the meter costs, one row a device and length of step."""
-    rows = []
-    for path in sorted(RESULTS.rglob("overhead*.json")):
-        data = json.loads(path.read_text("utf-8"))
+    """Returns the table of what the meter costs, one row a device and length of step; several runs are pooled."""
+    files = {p: json.loads(p.read_text("utf-8")) for p in sorted(RESULTS.rglob("overhead*.json"))}
+    passing = next(data["passing"] for data in files.values() if "passing" in data)
+    found: dict[tuple[str, float, str], list[dict[str, Any]]] = {}
+    after: list[list[str]] = []
+    for data in files.values():
+        where = f"{data['device']}, torch {data['torch']}"
         for case in data["cases"]:
-            found = case["attached"]
-            rows.append(
-                [
-                    f"{data['device']}, torch {data['torch']}",
-                    f"{case['step_ms']:.1f} ms",
-                    f"{signed(found['ratio'])} ({signed(found['low'])} to {signed(found['high'])})",
-                    signed(case["control"]["ratio"]),
-                    units.percent(case["own_frac"]),
-                    f"{units.percent(case['limit_frac'])}: {case['verdict'].split(':')[0]}",
-                    f"`{path.relative_to(ROOT)}`",
-                ]
-            )
-    head = [
-        "device",
-        "step",
-        "timing, against passing through (95 %)",
-        "control",
-        "by the meter's own clock",
-        "limit",
-        "from",
-    ]
-    return table(head, rows)
+            found.setdefault((where, case["case_ms"], case["waits"]), []).append(case)
+        if detached := data.get("detached"):
+            step = f"{detached['case_ms']:g} ms, after detaching"
+            shown = detached["verdict"].split(":")[-1].strip()
+            after.append([where, step, "1", interval(detached["detached"]), "", "", shown])
+    rows = []
+    for (where, _, waits), cases in found.items():
+        total = pooled([together(case, passing) for case in cases])
+        limit = cases[0]["limit_frac"]
+        step = " and ".join(f"{case['step_ms']:.1f}" for case in cases)
+        rows.append(
+            [
+                where,
+                f"{step} ms{'' if waits == 'nothing' else f', the {waits} waits'}",
+                str(len(cases)),
+                interval(total),
+                signed(pooled([case["control"] for case in cases])["ratio"]),
+                units.percent(max(case["own_frac"] for case in cases)),
+                f"{units.percent(limit)}: {verdict(total, limit).split(':')[0]}",
+            ]
+        )
+    head = ["device", "step", "runs", "cost (95 %)", "control", "by the meter's own clock", "limit"]
+    return table(head, rows + after)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[Sequence[str]]) -> str:
@@ -115,6 +123,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[Sequence
 def difference(ratio: float) -> str:
     """Returns how far a ratio is from 1, unsigned, in percent with three decimals."""
     return f"{100 * abs(ratio - 1):.3f} %"
+
+
+def interval(ratio: dict[str, float]) -> str:
+    """Returns a ratio with its interval, as differences from 1."""
+    low, high = signed(ratio["low"]), signed(ratio["high"])
+    return f"{signed(ratio['ratio'])} ({low} to {high})"
 
 
 def signed(ratio: float) -> str:

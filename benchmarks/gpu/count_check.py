@@ -180,13 +180,23 @@ def recomputation() -> None:
 
 
 def recurrent() -> None:
-    """A fused LSTM."""
-    net, x = nn.LSTM(32, 64, device=DEVICE), tensor(10, 4, 32)
-    net(x)
-    forward = 10 * 4 * 2 * 4 * 64 * (32 + 64)
+    """A fused LSTM: what autograd asks for is needed, all that the kernel computes is executed."""
     name = "tf32" if CUDA else "fp32"
-    count = counted(lambda: net(x)[0].sum().backward())
-    check("LSTM", count.needed, {name: 3 * forward}, ", ".join(count.by_op))
+    for layers, directions in ((1, 1), (2, 2)):
+        net = nn.LSTM(32, 64, layers, bidirectional=directions == 2, device=DEVICE)
+        widths = [32] + [64 * directions] * (layers - 1)
+        forward = directions * sum(10 * 4 * 2 * 4 * 64 * (width + 64) for width in widths)
+        start = layers * directions * 4 * 2 * 4 * 64 * 64  # a step of each sequence through W_hh
+        for grad in (True, False):
+            x = tensor(10, 4, 32, grad=grad)
+            net(x)
+            count = counted(lambda net=net, x=x: net(x)[0].sum().backward())
+            raw = 0 if grad else directions * 10 * 4 * 2 * 4 * 64 * 32
+            hand = ({name: 3 * forward - start - raw}, {name: 3 * forward})
+            kind = (
+                f"LSTM, {layers} x {directions}, {'input wants a gradient' if grad else 'raw data'}"
+            )
+            check(kind, (count.needed, count.executed), hand, ", ".join(count.by_op))
 
 
 def coverage() -> None:

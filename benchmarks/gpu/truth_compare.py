@@ -3,10 +3,8 @@
 A script writes the intervals between its optimizer steps, by its own CUDA events or host clock
 (jobs/truth.py). flopwise writes one row an interval. Row i and interval i + shift are the same
 step; the shift follows from how many steps flopwise saw, and is checked against the pattern of the
-times. Then, over the steps that flopwise timed: its mean against the truth's, and its MFU against
-FLOPs by hand over the truth's mean. A timed step that an untimed one follows is left out on both
-sides: what flopwise does once at such a boundary (a first record, taking itself out) it books on the
-untimed side, while the script's mark, which comes later, has it in the timed step.
+times. Then, over all steps that flopwise timed: its mean against the truth's, and its MFU against
+FLOPs by hand over the truth's mean.
 """
 
 from __future__ import annotations
@@ -30,16 +28,14 @@ class Outcome:
     reason: str = ""
     wall_s: float = 0.0
     timed: int | None = None  # steps compared
-    left_out: int | None = None  # timed steps that an untimed one follows
     ours_ms: float | None = None
     truth_ms: float | None = None
     step_ratio: float | None = None
-    step_ratio_all: float | None = None  # with the steps that were left out
     mfu: float | None = None
     mfu_by_hand: float | None = None
     mfu_ratio: float | None = None
     flops_ratio: float | None = None
-    worst_step_frac: float | None = None  # largest |row / truth - 1| among the timed steps
+    worst_step_frac: float | None = None  # largest |row / truth - 1| of a single timed step
     shift: int | None = None
     pattern_shift: int | None = None
     pattern_gain: float | None = None  # how much better the rows fit at pattern_shift
@@ -115,9 +111,7 @@ def compare(
     mean_ms, rows_mean_ms = record["step_s"]["mean"] * 1e3, statistics.fmean(timed_ms.values())
     if abs(rows_mean_ms / mean_ms - 1) > 1e-6:
         outcome.notes.append(f"the record's mean {mean_ms} ms is not its rows', {rows_mean_ms} ms")
-    outcome.step_ratio_all = mean_ratio(pairs)
-    pairs = [pair for k, pair in zip(timed_ms, pairs, strict=True) if k + 1 in timed_ms]
-    outcome.timed, outcome.left_out = len(pairs), len(timed_ms) - len(pairs)
+    outcome.timed = len(pairs)
     outcome.ours_ms = statistics.fmean(row for row, _ in pairs)
     outcome.truth_ms = statistics.fmean(true for _, true in pairs)
     outcome.step_ratio = mean_ratio(pairs)

@@ -11,7 +11,17 @@ import pytest
 import torch
 from torch import nn
 
-from flopwise.fixes.slot import AUTOCAST, COMPILED, INPUTS, Layers, Slot, inner, slot_problem
+from flopwise.fixes.interface import Facts, Scene
+from flopwise.fixes.slot import (
+    AUTOCAST,
+    COMPILED,
+    INPUTS,
+    Layers,
+    Slot,
+    forward_problem,
+    inner,
+    slot_problem,
+)
 from flopwise.meter.found import compiled_parts
 
 
@@ -214,3 +224,23 @@ class TestProblems:
     def test_inner_of_a_plain_module_is_itself(self) -> None:
         module = one()
         assert inner(module) is module
+
+
+class TestForwardProblem:
+    @pytest.mark.parametrize(
+        ("scene", "reason"),
+        [
+            (Scene(roots=(one(),), facts=Facts(compiles=True)), "it all would compile it again"),
+            (Scene(compute_frac=0.9), "no root module was found"),
+            (Scene(roots=(one(), nn.DataParallel(one())), compute_frac=0.9), "DataParallel copies"),
+            (Scene(roots=(one(),)), "spent in forward and backward was not measured"),
+            (Scene(roots=(one(),), compute_frac=0.049), "only 4.9 % of a step is spent"),
+        ],
+    )
+    def test_is_the_first_reason_against_changing_the_forward(
+        self, scene: Scene, reason: str
+    ) -> None:
+        assert reason in str(forward_problem(scene, "it all"))
+
+    def test_is_none_for_a_plain_model_that_computes(self) -> None:
+        assert forward_problem(Scene(roots=(one(),), compute_frac=0.05), "it all") is None

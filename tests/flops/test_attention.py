@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,6 +65,35 @@ def test_forward_and_backward_of_each_backend(name: str) -> None:
     assert attention(name, q, q, is_causal=True) == Cost(forward, causal, forward)
     back = attention(f"{name}_backward", q, q, is_causal=True)
     assert back == Cost(2 * forward, 2 * causal, 5 * forward // 2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "products"),
+    # dV = P' dO; dP = dO V'; dQ = dS K; dK = dS' Q: dP is needed for the latter two.
+    [
+        ((True, True, True), 4),
+        ((True, False, False), 2),
+        ((False, False, True), 1),
+        ((False, True, True), 3),
+        ((False, False, False), 0),
+    ],
+)
+@pytest.mark.parametrize("mask", ["wanted", "grad_input_mask"])
+def test_gradients_that_nobody_asks_for_are_executed_and_not_needed(
+    wanted: tuple[bool, ...], products: int, mask: str
+) -> None:
+    q, one = (2, 8, 64, 32), 2 * 2 * 8 * 64 * 64 * 32
+    given: dict[str, Any] = {mask: (*wanted, True) if mask == "grad_input_mask" else wanted}
+    back = attention(f"{SDPA[2]}_backward", q, q, **given)
+    assert (back.needed, back.executed) == (products * one, 5 * one)
+
+
+@pytest.mark.parametrize("name", ["_flash_attention_forward", "_cudnn_attention_forward"])
+@pytest.mark.parametrize("part", ["seqused_k", "block_table", "page_table", "seqlen_k"])
+def test_keys_of_which_a_part_is_used_are_not_counted_whole(name: str, part: str) -> None:
+    q = Operand((1, 8, 2, 16))
+    call = Call(f"aten::{name}", {"query": q, "key": q, "value": q, part: Operand((1,), "int32")})
+    assert cost(call) is None
 
 
 def test_grouped_queries_count_a_plane_a_query_head() -> None:
@@ -163,6 +194,11 @@ class TestFlex:
         assert got.needed == 4 * 2 * 4 * 256 * 256 * 32
         assert got.needed_causal == 4 * 2 * 4 * (3 * 128 * 128) * 32
         assert got.note == "flex_attention: block sparse"
+
+    def test_one_block_is_no_mask(self) -> None:
+        huge = 1 << 30
+        got = self.flex(Operand((1, 1, 1), "int32"), block_q=huge, block_kv=huge)
+        assert got == Cost.exactly(4 * 2 * 4 * 256 * 256 * 32)
 
     def test_blocks_nobody_read_are_counted_full_and_said(self) -> None:
         got = self.flex(Operand((1, 1, 2), "int32"))

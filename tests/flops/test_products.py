@@ -1,4 +1,4 @@
-"""Matrix products, convolutions, recurrent layers and linear algebra by hand."""
+"""Matrix products, convolutions and linear algebra by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 from flopwise.flops.call import Call, Cost, Operand, bytes_moved
-from flopwise.flops.table import cost
+from flopwise.flops.table import RULES, cost, rule_of
 
 
 def flops(name: str, out: tuple[int, ...] | None = None, **args: object) -> int | None:
@@ -64,11 +64,71 @@ class TestMatmul:
         else:
             assert flops(name, **args) == expected
 
-    def test_grouped(self) -> None:
-        assert flops("_grouped_mm", self=(M, K), mat2=(4, K, N)) == 2 * M * K * N
-        assert flops("_grouped_mm", self=(M, K), mat2=(K, N)) == 2 * M * K * N
-        assert flops("_grouped_mm", self=(4, M, K), mat2=(K, N)) == 2 * M * K * N
+    @pytest.mark.parametrize(
+        ("left", "right", "axis"),
+        [((9, 8), (4, 8, 7), 9), ((9, 8), (8, 7), 8), ((4, 9, 8), (8, 7), 7)],
+    )
+    def test_grouped(self, left: tuple[int, ...], right: tuple[int, ...], axis: int) -> None:
+        whole = 2 * 9 * 8 * 7
+
+        def grouped(ends: tuple[int, ...] | None) -> Cost | None:
+            args = {"self": Operand(left), "mat2": Operand(right)}
+            return cost(Call("aten::_grouped_mm", {**args, "offs": Operand((4,), "int32", ends)}))
+
+        assert grouped((2, 2, 3, axis)) == Cost.exactly(whole)
+        # What lies past the last offset belongs to no group and is not multiplied.
+        assert grouped((2, 2, 3, 5)) == Cost.exactly(whole * 5 // axis)
+        unread = grouped(None)
+        assert unread is not None
+        assert (unread.needed, unread.executed) == (whole, whole)
+        assert unread.note is not None
+
+    def test_batched_groups_have_no_offsets(self) -> None:
         assert flops("_grouped_mm", self=(4, M, K), mat2=(4, K, N)) == 8 * M * K * N
+        assert flops("_grouped_mm", self=(M, K), mat2=(4, K, N)) is None
+
+    @pytest.mark.parametrize("name", ["addmm_", "baddbmm_", "addmv_", "mm"])
+    def test_in_place_forms_have_the_same_rule(self, name: str) -> None:
+        assert rule_of(f"aten::{name}") is RULES[f"aten::{name.rstrip('_')}"]
+
+    def test_bilinear_layers_and_their_gradients(self) -> None:
+        # y[n,k] = sum_ij a[n,i] w[k,i,j] b[n,j]: a w sums i, then b sums j.
+        n, i, j, k = 4, 5, 6, 7
+        a, b, w, y = (n, i), (n, j), (k, i, j), (n, k)
+
+        def trilinear(shapes: list[tuple[int, ...]], expand: list[tuple[int, ...]]) -> int | None:
+            args: dict[str, object] = {}
+            for place in (1, 2, 3):
+                args[f"i{place}"] = Operand(shapes[place - 1])
+                args[f"expand{place}"] = expand[place - 1]
+            args["sumdim"] = expand[3]
+            found = cost(Call("aten::_trilinear", args))
+            return found.needed if found else None
+
+        in_a, in_w, in_b, in_y = (1, 3), (0,), (1, 2), (2, 3)
+        one = 2 * n * i * j * k
+        assert trilinear([a, w, b], [in_a, in_w, in_b, in_y]) == one + 2 * n * k * j
+        # In the gradients one of the two products sums nothing and is pointwise.
+        assert trilinear([y, w, b], [in_y, in_w, in_b, in_a]) == one
+        assert trilinear([a, y, b], [in_a, in_y, in_b, in_w]) == one
+        assert trilinear([a, w, y], [in_a, in_w, in_y, in_b]) == one
+
+    def test_affine_grid(self) -> None:
+        got = flops("affine_grid_generator", (3, 8, 9, 2), theta=(3, 2, 3))
+        assert got == 3 * 8 * 9 * (2 * 2 * 3)
+
+    @pytest.mark.parametrize("wanted", [(False, False), (True, False), (True, True)])
+    def test_fused_head_and_loss_computes_its_gradients_at_once(
+        self, wanted: tuple[bool, bool]
+    ) -> None:
+        got = flops(
+            "torch_nn::_linear_cross_entropy_batch_chunked",
+            input=(8, 16),
+            linear_weight=(32, 16),
+            compute_input_grad=wanted[0],
+            compute_linear_weight_grad=wanted[1],
+        )
+        assert got == 2 * 8 * 16 * 32 * (1 + sum(wanted))
 
     def test_four_bit_elements_come_in_pairs(self) -> None:
         left = Operand((M, K), "float4_e2m1fn_x2")
@@ -144,47 +204,12 @@ class TestConvolution:
         assert got == 2 * 2 * (2 * 8 * 8 * 8) * 4 * 9
 
     def test_time_batch_channel_layout(self) -> None:
-        assert (
-            flops("conv_tbc", (9, 2, 6), self=(11, 2, 4), weight=(3, 4, 6)) == 2 * 9 * 2 * 6 * 3 * 4
-        )
-
-
-class TestRecurrent:
-    T, B, IN, H = 10, 4, 32, 64
-
-    def weights(self, gates: int, directions: int) -> list[tuple[int, ...]]:
-        one: list[tuple[int, ...]] = [(gates * self.H, self.IN), (gates * self.H, self.H)]
-        return (one + [(gates * self.H,)] * 2) * directions
-
-    def test_cudnn_lstm(self) -> None:
-        forward = self.T * self.B * 2 * 4 * self.H * (self.IN + self.H)
-        got = flops("_cudnn_rnn", input=(self.T, self.B, self.IN), weight=self.weights(4, 1))
-        assert got == forward == 1_966_080
-
-    @pytest.mark.parametrize("directions", [1, 2])
-    def test_cudnn_backward_leaves_out_an_input_gradient_that_nobody_wants(
-        self, directions: int
-    ) -> None:
-        call = Call(
-            "aten::_cudnn_rnn_backward",
-            {
-                "input": Operand((self.T, self.B, self.IN)),
-                "weight": tuple(Operand(w) for w in self.weights(3, directions)),
-                "weight_stride0": 4,
-                "bidirectional": directions == 2,
-                "output_mask": (False, True, False, True),
-            },
-        )
-        found = cost(call)
-        assert found is not None
-        token = 2 * 3 * self.H * (self.IN + self.H) * directions
-        first = 2 * 3 * self.H * self.IN * directions
-        assert found.executed == self.T * self.B * 2 * token
-        assert found.needed == self.T * self.B * (2 * token - first)
-
-    def test_packed_input_has_a_row_a_token(self) -> None:
-        got = flops("_cudnn_rnn", input=(25, self.IN), weight=self.weights(4, 1))
-        assert got == 25 * 2 * 4 * self.H * (self.IN + self.H)
+        one = 2 * 9 * 2 * 6 * 3 * 4
+        assert flops("conv_tbc", (9, 2, 6), self=(11, 2, 4), weight=(3, 4, 6)) == one
+        args = {"self": Operand((9, 2, 6)), "weight": Operand((3, 4, 6))}
+        assert cost(Call("aten::conv_tbc_backward", args)) == Cost.exactly(2 * one)
+        raw = {**args, "wanted": (False, True, True)}
+        assert cost(Call("aten::conv_tbc_backward", raw)) == Cost(one, one, 2 * one)
 
 
 class TestLinearAlgebra:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from flopwise.flops.call import Call, Cost, Operand
-from flopwise.flops.dtypes import Precision, executed
+from flopwise.flops.dtypes import Precision, executed, real_operations
 from flopwise.flops.table import RULES, cost
 from flopwise.flops.zero import is_view, is_zero
 
@@ -29,6 +29,12 @@ def test_no_op_has_a_formula_and_is_zero() -> None:
         "aten::_to_copy",
         "aten::index_copy_",
         "aten::_foreach_addcdiv_",
+        "aten::_foreach_copy_",
+        "aten::mish_backward",
+        "prims::mul",
+        "prims::convert_element_type",
+        "streams::record_event",
+        "bitsandbytes::dequantize_4bit",
         "aten::_fused_adamw_",
         "aten::native_dropout",
         "c10d::allreduce_",
@@ -43,11 +49,29 @@ def test_zero_flop_ops(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["mylib::fused_mlp", "triton::kernel", "aten::_linalg_svd", "aten::_sparse_addmm"]
+    "name",
+    [
+        "mylib::fused_mlp",
+        "triton::kernel",
+        "aten::_linalg_svd",
+        "aten::_sparse_addmm",
+        "prims::svd",
+        "prims::fft_c2c",
+    ],
 )
 def test_anything_else_is_unknown(name: str) -> None:
     assert not is_zero(name)
     assert cost(Call(name, {"self": Operand((4, 4))})) is None
+
+
+def test_primitives_of_torch_are_pointwise_or_named() -> None:
+    import torch
+    import torch._prims  # registers them
+
+    names = {n.split(".")[0] for n in torch._C._dispatch_get_all_op_names()}
+    ours = {n for n in names if n.startswith("prims::") and not is_zero(n)}
+    tokens = {"prims::_make_token", "prims::_sink_tokens"}
+    assert ours - tokens <= {f"prims::{op}" for op in ("svd", "fft_c2c", "fft_c2r", "fft_r2c")}
 
 
 def test_views_are_zero_and_run_no_kernel() -> None:
@@ -116,6 +140,11 @@ def test_executed_dtype_under_torchs_defaults_on_a_gpu(
     dtype: str, family: str, expected: str | None
 ) -> None:
     assert executed(dtype, family, Precision(conv_tf32=True, rnn_tf32=True)) == expected
+
+
+def test_complex_products_are_four_real_ones_and_transforms_are_counted_in_real_ones() -> None:
+    assert real_operations("complex64", "matmul") == real_operations("complex128", "linalg") == 4
+    assert real_operations("complex64", "fft") == real_operations("float32", "matmul") == 1
 
 
 def test_matmul_tf32_is_a_setting_of_its_own() -> None:

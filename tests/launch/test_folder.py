@@ -33,6 +33,19 @@ def test_a_folder_that_is_there_may_be_used_once(in_folder: Path) -> None:
     assert (in_folder / "mine" / "notes.txt").read_text() == "kept"
 
 
+def test_a_folder_is_gone_with_all_that_is_in_it_or_without(in_folder: Path) -> None:
+    folder = folders.create("mine", "x", {})
+    assert not folders.gone(folder)
+    (folder / "launch.json").unlink()
+    (folder / "ranks" / "a.json").write_text("{}")
+    assert not folders.gone(folder)  # made anew: what was measured is there
+    (folder / "ranks" / "a.json").unlink()
+    assert folders.gone(folder)
+    (folder / "ranks").rmdir()
+    folder.rmdir()
+    assert folders.gone(folder)
+
+
 def test_default_folders_have_the_name_of_the_job_and_never_meet(in_folder: Path) -> None:
     made = [folders.create(None, "a b/träin.py", {}) for _ in range(3)]
     assert len(set(made)) == 3

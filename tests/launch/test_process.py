@@ -229,7 +229,11 @@ def test_a_time_limit_ends_the_job_and_what_it_has_started(
 ) -> None:
     monkeypatch.setattr(process, "GRACE_S", 0.3)
     started = time.monotonic()
-    assert run(STUBBORN, timeout_s=0.6) == -signal.SIGKILL
+    said: list[str] = []
+    assert run(STUBBORN, timeout_s=0.6, on_timeout=lambda: said.append("over")) == -signal.SIGKILL
+    assert said == ["over"]
+    assert run("", timeout_s=60, on_timeout=lambda: said.append("over")) == 0
+    assert said == ["over"]
     assert time.monotonic() - started < 5
     assert len(list(in_folder.glob("alive-*"))) == 2
     assert gone(in_folder)

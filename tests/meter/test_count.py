@@ -287,6 +287,25 @@ class TestCoverage:
         assert count.needed == {}
         assert count.coverage_frac < 1
 
+    def test_an_unknown_forward_is_named_and_its_backward_counts(self) -> None:
+        @torch.library.custom_op("flopwise_test::unknown_product", mutates_args=())
+        def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return x @ w
+
+        def setup(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, w = ctx.saved_tensors
+            return grad @ w.T, x.T @ grad
+
+        product.register_autograd(backward, setup_context=setup)
+        x, w = rows(), torch.randn(256, 256, requires_grad=True)
+        count = counted(lambda: product(x, w).sum().backward())
+        assert count.needed == {"fp32": 2 * ONE}
+        assert count.coverage_frac < 1
+        assert count.uncovered[0].startswith("flopwise_test::unknown_product")
+
     def test_without_times_bytes_weigh(self) -> None:
         x = torch.randn(8, 8)
         count = counted(lambda: (x @ x).relu(), time_ops=False)
@@ -340,6 +359,25 @@ class TestPackedSequences:
             "fp32": 4 * heads * depth * sum(n * (n + 1) // 2 for n in lengths)
         }
         assert count.coverage_frac == 1.0
+
+    def test_lengths_are_not_read_from_a_graph_that_has_not_run(self) -> None:
+        """What is captured holds nothing yet; and replays may have other lengths."""
+
+        @torch.library.custom_op("flash_attn::_flash_attn_forward", mutates_args=())
+        def packed(
+            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor
+        ) -> torch.Tensor:
+            return torch.zeros_like(q)
+
+        q, ends = torch.randn(20, 2, 16), torch.tensor([0, 3, 8, 20], dtype=torch.int32)
+        torch._dynamo.utils.counters.clear()
+        counter = CaptureCounter("graph")
+        counter.start()
+        packed(q, q, q, ends)
+        count = counter.stop()
+        assert count.needed == {}
+        assert any("lengths of the packed sequences are not visible" in n for n in count.notes)
+        assert count.coverage_frac < 1
 
 
 class TestPrecision:

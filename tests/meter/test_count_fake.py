@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from flopwise.errors import AttachError
@@ -377,6 +378,52 @@ class TestPackedSequences:
         assert "flopwise_fake::packed" not in count.by_op
         assert count.coverage_frac < 1
         assert any("not visible" in note for note in count.notes)
+
+
+class Flex(nn.Module):
+    """Its head alone is trained: torch has no flex_attention backward on a CPU."""
+
+    def __init__(self, mask: str) -> None:
+        super().__init__()
+        self.qkv, self.head = nn.Linear(16, 48).requires_grad_(False), nn.Linear(8, 8, bias=False)
+        self.mask, self.blocks = mask, self.causal()
+
+    def causal(self) -> BlockMask:
+        return create_block_mask(
+            lambda b, h, i, j: i >= j, None, None, 64, 64, device="cpu", BLOCK_SIZE=16
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(2, 64, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        made = {"kept": lambda: self.blocks, "made": self.causal, "none": lambda: None}[self.mask]()
+        return self.head(flex_attention(q, k, v, block_mask=made))  # type: ignore[no-any-return]
+
+
+class TestFlexAttention:
+    CORE, BLOCK = 4 * 2 * 2 * 64 * 64 * 8, 4 * 2 * 2 * 16 * 16 * 8
+
+    def count(self, mask: str) -> FlopCount:
+        count = count_fake(Flex(mask), (torch.randn(2, 64, 16),), {}, "")
+        assert count.by_op["higher_order::flex_attention"] == self.CORE
+        assert count.coverage_frac == 1.0
+        return count
+
+    def masked(self, count: FlopCount) -> int:
+        return sum(count.needed.values()) - sum(count.needed_causal.values())
+
+    def test_blocks_that_the_module_keeps_are_read(self) -> None:
+        count = self.count("kept")
+        assert self.masked(count) == (4 * 4 - 4 * 5 // 2) * self.BLOCK
+
+    def test_blocks_made_on_the_way_are_counted_full_and_said(self) -> None:
+        count = self.count("made")
+        assert self.masked(count) == 0
+        assert any("blocks of a flex_attention mask" in note for note in count.notes)
+
+    def test_no_mask_is_nothing_to_say(self) -> None:
+        count = self.count("none")
+        assert self.masked(count) == 0
+        assert not any("flex" in note for note in count.notes)
 
 
 class TestRefusals:

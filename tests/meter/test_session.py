@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -475,6 +476,33 @@ def test_everything_is_taken_out_again() -> None:
     assert reference() is None  # nothing of the user's is kept alive
 
 
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_script_may_hook_into_all_optimizers_itself(behind: bool) -> None:
+    calls = []
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    session = Session(Config(steps=3, count=False))
+    if behind:
+        session.attach()
+    register = torch_optimizer.register_optimizer_step_post_hook
+    handles = [register(lambda *_: calls.append(1)) for _ in range(2)]
+    if not behind:
+        session.attach()
+    calls.clear()  # attaching tries whether hooks fire
+    try:
+        plain_loop(net, optimizer, 30)  # torch raises if its hooks change while it runs them
+        assert session.phase == "done"
+        assert len(calls) == 60
+        stays = "a patch could not be undone: the script has put a hook behind ours"
+        assert [note.startswith(stays) for note in session.notes] == [True] * behind
+    finally:
+        session.detach()
+        for handle in handles:
+            handle.remove()
+    assert len(torch_optimizer._global_optimizer_post_hooks) == behind
+    torch_optimizer._global_optimizer_post_hooks.clear()
+
+
 def test_a_fault_of_ours_is_reported_and_the_loop_goes_on(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -841,3 +869,87 @@ def test_a_step_whose_backward_raised_is_counted_again(measure: Any) -> None:
             optimizer.step()
 
     assert measure(train, count=True).record.flops[0].needed == plain[0].needed
+
+
+class FakeClock:
+    """Moves by a nanosecond a look, and by what a test adds."""
+
+    def __init__(self) -> None:
+        self.ns = 0
+
+    def __call__(self) -> int:
+        self.ns += 1
+        return self.ns
+
+
+@pytest.fixture
+def paced(measure: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Measures a loop of `script` steps, of which the i-th takes pace(i) milliseconds of a clock of its own."""
+    clock = FakeClock()
+    for module in ("session", "hooks", "roots"):
+        monkeypatch.setattr(f"flopwise.meter.{module}.now", clock)
+
+    def run(pace: Callable[[int], int], *, script: int = 200, **options: Any) -> Any:
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+        def train() -> None:
+            for i in range(script):
+                clock.ns += pace(i) * 1_000_000
+                plain_loop(net, optimizer, 1)
+
+        return measure(train, **options)
+
+    return run
+
+
+@pytest.mark.parametrize("stride", [1, None])
+def test_a_slow_lead_is_made_up_for(paced: Any, stride: int | None) -> None:
+    measured = paced(lambda i: 20 if i < 14 else 5, steps=20, stride=stride)
+    timed = [row.ns for row in measured.record.rows if row.kind == "timed"]
+    assert len(timed) == 20
+    assert max(timed) < 6_000_000
+    assert measured.session.phase == "done"
+
+
+def test_a_slow_lead_is_made_up_for_without_steps_asked_for(paced: Any) -> None:
+    measured = paced(lambda i: 20 if i < 14 else 5, min_window_s=0.0)
+    assert measured.kinds().count("timed") == 50
+
+
+def test_a_lead_that_only_gets_slow_beside_what_follows_is_made_up_for(paced: Any) -> None:
+    measured = paced(lambda i: 80 if i < 12 else 20 if i < 22 else 5, steps=20)
+    timed = [row.ns for row in measured.record.rows if row.kind == "timed"]
+    assert len(timed) == 20
+    assert max(timed) < 6_000_000
+
+
+def test_a_training_that_gets_faster_for_ever_is_not_measured_for_ever(paced: Any) -> None:
+    measured = paced(lambda i: max(5, 20_000 >> i // 4), steps=8, warmup=None, script=400)
+    assert measured.kinds().count("timed") == 8
+    assert measured.session.phase == "done"
+
+
+def test_pauses_are_made_up_for(measure: Any) -> None:
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for i in range(80):
+            plain_loop(net, optimizer, 1)
+            if i % 10 == 9:
+                with torch.no_grad():
+                    net(torch.randn(6, 8))
+
+    for stride in (1, None):
+        measured = measure(train, steps=30, warmup=5, stride=stride)
+        assert measured.kinds().count("timed") == 30
+        assert measured.session.phase == "done"
+
+
+def test_what_a_script_lacks_of_the_steps_asked_for_is_said(paced: Any) -> None:
+    record = paced(lambda i: 5, steps=50, script=30).record
+    n = sum(row.kind == "timed" for row in record.rows)
+    assert 20 <= n < 30
+    assert f"--steps 50: the script ended after {n} timed steps" in record.notes
+    assert not any("--steps" in note for note in paced(lambda i: 5, steps=20).record.notes)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from flopwise.records.verdict import TimeUse
 from flopwise.reports.terminal import render_tune
 
 
@@ -77,6 +78,55 @@ def test_take_home_line_repeats_the_script_with_its_arguments(sample):
         module
     )
     assert not any("take home" in text for text in lines(sample("tune_nothing")))
+
+
+def test_a_fix_that_is_slower_has_that_as_its_verdict(sample):
+    record = sample("tune")
+    found = dataclasses.replace(record.trials[1].comparison, outcome="slower", ratio=1.06)
+    trial = dataclasses.replace(record.trials[1], comparison=found, reason="slower: so")
+    (line,) = [x for x in lines(dataclasses.replace(record, trials=[trial])) if "fused-adamw" in x]
+    assert "  not kept: slower  " in line
+    assert not any("not kept: slower" in x for x in lines(record))
+
+
+def test_a_plan_is_listed_once(sample):
+    saved = [sample("tune").plan, "runs/t1/tune.json"]
+    text = render_tune(sample("tune"), width=160, color=False, saved=saved)
+    assert "  saved       runs/t1/plan.toml · runs/t1/tune.json\n" in text
+
+
+def test_what_parity_found_is_said_once(sample):
+    record = sample("tune")
+    trial = record.trials[2]
+    detail = trial.parity.detail
+    again = dataclasses.replace(trial, reason=f"parity failed: {detail}")
+    for shown in (trial, again):
+        text = " ".join(" ".join(lines(dataclasses.replace(record, trials=[shown]))).split())
+        assert text.count(detail) == 1
+
+
+def test_how_the_time_was_used_is_said(sample):
+    use = TimeUse(budget_s=600, baseline_s=12, trials_s=200, proof_s=60, reserved_s=80)
+    record = dataclasses.replace(sample("tune"), time=use, wall_s=275)
+    (line,) = [x for x in lines(record) if x.startswith("  time")]
+    assert line == (
+        "  time        budget 10 min 0 s: as it is 12 s · trials 3 min 20 s · proof 60 s (80 s were set aside) · "
+        "5 min 25 s of it left"
+    )
+    for wall_s, rest in ((600.4, "used up"), (605, "5 s over it")):
+        (line,) = [
+            x for x in lines(dataclasses.replace(record, wall_s=wall_s)) if x.startswith("  time")
+        ]
+        assert line.endswith(rest)
+    assert not any(x.startswith("  time") for x in lines(sample("tune")))
+
+
+def test_a_proof_that_came_to_no_end_is_told_from_one_that_was_not_begun(sample):
+    use = TimeUse(budget_s=600, baseline_s=12, trials_s=200, proof_s=60, reserved_s=80)
+    record = dataclasses.replace(sample("tune"), proof=None, kept=[], plan=None, time=use)
+    assert proof(record) == "  proof       came to no end, see the notes"
+    never = dataclasses.replace(record, time=dataclasses.replace(use, proof_s=0.0))
+    assert proof(never) == "  proof       not run"
 
 
 def test_nothing_tried_is_said(sample):

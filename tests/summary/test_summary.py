@@ -19,6 +19,7 @@ from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
 from flopwise.records.rank import FlopCount, RankRecord, StepRow, Telemetry
 from flopwise.records.run import RunRecord
 from flopwise.records.surroundings import CoreMask, Surroundings
+from flopwise.reports.terminal import render_run
 from flopwise.summary import Context, one_per_rank
 
 MakeRank = Callable[..., RankRecord]
@@ -130,6 +131,60 @@ def test_without_a_timed_step_there_is_no_record(
     rows = [StepRow(1, 1, kind) for kind in kinds]
     with pytest.raises(NothingMeasuredError, match=said):
         summarise(make_rank(steps=0, rows=rows, steps_seen=seen))
+
+
+# ---------------------------------------------------------------------- threads
+
+SEVERAL = "several threads train at once (a at x.py:1, b at x.py:2): run each alone"
+
+
+def test_of_several_threads_that_train_only_the_steps_are_given_out(make_rank: MakeRank) -> None:
+    brief = StepRow(10_000_000, 10_000_000, "timed", sampled=False)
+    rank = make_rank(rows=[brief] * 20)
+    record = summarise(replace(rank, several=SEVERAL, boundary="any step of 2 threads"))
+    assert (record.step_s.mean, record.steps.timed) == (pytest.approx(0.01), 20)
+    assert (record.mfu.value, record.mfu.reason) == (None, SEVERAL)
+    assert (record.mfu.model_flops_per_step, record.mfu.achieved_flops_per_s) == (None, None)
+    phases = record.phases
+    assert phases.other_s == pytest.approx(0.01)
+    assert phases.data_s is phases.forward_s is phases.backward_s is phases.optimizer_s is None
+    assert phases.data_frac is record.steps.micro_batches is record.ranks[0].data_s is None
+    assert record.throughput.steps_per_s == pytest.approx(100)
+    assert record.throughput.samples_per_s is None
+    assert record.throughput.reason == "several threads train"
+    assert record.findings == []
+    text = render_run(record, width=100, color=False)
+    assert SEVERAL.split(" (")[0] in text
+    assert "samples and tokens are not given: several threads train" in text
+
+
+def test_one_rank_with_several_threads_leaves_all_without_an_mfu(make_rank: MakeRank) -> None:
+    other = replace(make_rank(world_size=2, rank=1, pid=2), several=SEVERAL)
+    record = summarise(make_rank(world_size=2), other)
+    assert (record.mfu.value, record.mfu.reason) == (None, SEVERAL)
+    assert record.phases.backward_s is None
+    assert [r.data_s for r in record.ranks] == [0.0, None]
+    assert "a at x.py:1" in " ".join(render_run(record, width=100, color=False).split())
+
+
+def test_several_threads_without_a_step_to_time_are_the_reason(make_rank: MakeRank) -> None:
+    rank = replace(make_rank(steps=0, rows=[], steps_seen=3), several=SEVERAL)
+    with pytest.raises(NothingMeasuredError, match="nothing was timed: several threads train"):
+        summarise(rank)
+
+
+def test_where_another_thread_draws_the_batches_the_wait_is_that_of_the_steps_looked_at(
+    make_rank: MakeRank,
+) -> None:
+    rank = make_rank()
+    close = replace(rank.rows[0], data_ns=1_000_000)
+    brief = StepRow(10_000_000, 10_000_000, "timed", sampled=False)
+    rank = replace(rank, rows=[close, brief, brief, brief], draws_apart=True)
+    record = summarise(rank)
+    assert record.phases.data_s == pytest.approx(0.001)
+    assert record.ranks[0].data_s == pytest.approx(0.001)
+    assert any("a thread that does not train draws the batches" in note for note in record.notes)
+    assert summarise(replace(rank, draws_apart=False)).phases.data_s == pytest.approx(0.00025)
 
 
 def test_a_missing_rank_is_named_and_costs_the_mfu(make_rank: MakeRank) -> None:

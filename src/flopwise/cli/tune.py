@@ -27,14 +27,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=_seconds,
         default=600.0,
         metavar="T",
-        help="time for everything, e.g. 10m (default)",
+        help="time for everything, the final proof included, e.g. 10m (default): the proof is "
+        "reckoned with first, and trials get the rest",
     )
     parser.add_argument(
         "--per-fix",
         type=_seconds,
         default=30.0,
         metavar="T",
-        help="time for one fix (default: 30s)",
+        help="time for comparing one fix, and as much for it to settle before (default: 30s)",
     )
     parser.add_argument(
         "--processes",

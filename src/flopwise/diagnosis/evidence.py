@@ -57,10 +57,15 @@ class Evidence:
         return statistics.fmean(row.data_ns for row in self.timed) * 1e-9
 
     @property
+    def data_frac(self) -> float:
+        """Returns the share of a step that waits for data."""
+        return self.run.phases.data_frac or 0.0
+
+    @property
     def input_wait_frac(self) -> float:
         """Returns the share of a step that waits for data with nothing left for the device to do."""
         dry = self.run.phases.device_idle_at_data_frac
-        return self.run.phases.data_frac * (1.0 if dry is None else dry)
+        return self.data_frac * (1.0 if dry is None else dry)
 
     @property
     def loader(self) -> LoaderFacts | None:

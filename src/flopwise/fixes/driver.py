@@ -14,33 +14,40 @@ import time
 from collections import deque
 from collections.abc import Generator, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from flopwise.fixes.application import facts_of, scene_of
 from flopwise.fixes.interface import Applied, Declined, Facts, Fix
+from flopwise.fixes.reasons import seen_steps, too_few_pairs, verdict_reason
 from flopwise.fixes.registry import FIXES
 from flopwise.meter.config import StopTraining
 from flopwise.meter.found import frames_compiled
-from flopwise.meter.replay import Snapshot
+from flopwise.meter.replay import Snapshot, error_words
 from flopwise.meter.rows import COMPILED, COUNTED, EPOCH, EVALUATION, SAVE, Row
 from flopwise.meter.session import Session
 from flopwise.records.store import write_text
 from flopwise.records.verdict import Comparison, Parity, Trial
-from flopwise.trials.compare import PairedComparison, withheld, withhold
-from flopwise.trials.schedule import BlockPlan, Schedule, plan_blocks
+from flopwise.trials.compare import PairedComparison, withhold
+from flopwise.trials.schedule import (
+    MIN_PAIRS,
+    PLANNING_STEPS,
+    WASHOUT_STEPS,
+    BlockPlan,
+    Schedule,
+    plan_blocks,
+)
+from flopwise.trials.sequential import fewest_pairs
 
 #: Steps that hold something else than a steady step are no measurement.
 UNSTEADY = EVALUATION | SAVE | EPOCH | COMPILED | COUNTED
-#: Steady steps that the block length is planned from.
-PLANNING_STEPS = 24
-FEWEST_STEADY = 8  # of them; with fewer nothing can be planned
-WASHOUT_STEPS = 2
-MIN_PAIRS = 8
+FEWEST_STEADY = 8  # of the planning steps; with fewer nothing can be planned
 MAX_PAIRS = 40
-#: Steps a fix may take to settle after it was first switched on, and seconds (a compilation).
+#: Steps a fix may take to settle after it was first switched on.
 SETTLING_STEPS = 60
+SETTLED_STEPS = 4  # that many must pass in which nothing was compiled
 
 Steps = Generator[None, Row, Any]
 
@@ -51,7 +58,10 @@ class Driver:
     def __init__(self, session: Session, options: dict[str, Any]) -> None:
         self._session = session
         self._path = os.path.join(str(session.config.folder), "trials.json")
-        self._deadline = time.monotonic() + float(options["budget_s"])
+        # The budget runs since the launch: what torch took to be imported is gone.
+        late_s = max(0.0, time.time() - float(options.get("launched_at", time.time())))
+        self._deadline = time.monotonic() + max(0.0, float(options["budget_s"]) - late_s)
+        self._processes = int(options.get("processes", 0))  # of the proof with what is kept
         self._per_fix_s = float(options["per_fix_s"])
         self._fixes = [f for f in FIXES if f.code in options["fixes"]]
         self._comparisons = int(options.get("comparisons", len(self._fixes)))
@@ -92,7 +102,7 @@ class Driver:
         for kind in self._fixes:
             fix = kind()
             if time.monotonic() > self._deadline:
-                self._add(fix, "declined", "the time budget was used up before it was tried")
+                self._add(fix, "declined", "the time for trials was used up before it was tried")
                 continue
             yield from self._try(fix)
             self._write("running")
@@ -121,7 +131,7 @@ class Driver:
         try:
             applied = fix.apply(scene)
         except Exception as error:
-            self._add(fix, "declined", f"could not be applied: {_words(error)}")
+            self._add(fix, "declined", f"could not be applied: {error_words(error)}")
             self._session.roots.watch_again()
             return
         kept = False
@@ -130,7 +140,7 @@ class Driver:
         except StopTraining:
             raise
         except Exception as error:
-            self._add(fix, "declined", f"failed while it was tried: {_words(error)}")
+            self._add(fix, "declined", f"failed while it was tried: {error_words(error)}")
         finally:
             if not kept:
                 applied.undo()
@@ -151,39 +161,47 @@ class Driver:
                 fix, "not kept", f"parity failed: {parity.detail}", parity=parity, applied=applied
             )
             return False
-        started = time.monotonic()
+        return (yield from self._race(fix, applied, parity, rows))
+
+    def _race(self, fix: Fix, applied: Applied, parity: Parity, rows: list[Row]) -> Steps:
+        """Compares steps with the fix and without; returns whether it is kept, and then leaves it on."""
+        compiled_s, started = applied.compile_s, time.monotonic()
         applied.enable()
-        trouble = yield from self._settle(applied)
-        warm_s = time.monotonic() - started
+        steps_s: list[float] = []
+        trouble = yield from self._settle(applied, steps_s)
+        without_s = sum(row.end_ns for row in rows) / len(rows) * 1e-9
         if trouble:
+            trouble += seen_steps(steps_s[-1:], without_s)
             self._add(fix, "declined", trouble, parity=parity, applied=applied)
             return False
+        with_s = median(steps_s[-SETTLED_STEPS:])
+        settling_s = time.monotonic() - started - (len(steps_s) + 1) * with_s
+        warmup_s = compiled_s + max(0.0, settling_s)
         applied.disable()
-        plan = self._blocks(rows)
+        plan = self._blocks(rows, slower=with_s / without_s)
         comparison = PairedComparison(comparisons=self._comparisons)
-        yield from self._compare(plan, comparison, applied, control_every=0)
+        compared_s = yield from self._compare(plan, comparison, applied, control_every=0)
         found = comparison.comparison()
         if found is not None and self._aa is not None:
             found = withhold(found, self._aa)
         trouble = applied.failure()
-        if trouble:
-            self._add(fix, "declined", trouble, found, parity, applied)
-            return False
-        if found is None:
-            self._add(
-                fix,
-                "declined",
-                "the script or the time ended before enough blocks had run",
-                None,
-                parity,
-                applied,
+        if found is None and not trouble:
+            pair_s = (plan.block_steps + plan.washout_steps) * (without_s + with_s)
+            trouble = too_few_pairs(
+                comparison.pairs,
+                fewest_pairs(comparison.alpha),
+                compared_s / comparison.pairs if comparison.pairs else pair_s,
+                self._per_fix_s if time.monotonic() <= self._deadline else None,
+                seen_steps(steps_s[-SETTLED_STEPS:], without_s),
             )
+        if found is None or trouble:
+            self._add(fix, "declined", str(trouble), found, parity, applied)
             return False
         kept = found.outcome == "faster"
-        self._add(
-            fix, "kept" if kept else "not kept", _reason(found, warm_s), found, parity, applied
-        )
+        verdict, reason = "kept" if kept else "not kept", verdict_reason(found, warmup_s)
+        self._add(fix, verdict, reason, found, parity, applied, warmup_s)
         if kept:
+            self._deadline -= self._processes * warmup_s  # each process of the proof warms up, too
             applied.enable()
         return kept
 
@@ -196,22 +214,30 @@ class Driver:
         finally:
             session.live = True
 
-    def _settle(self, applied: Applied) -> Steps:
-        """Waits until a fix that was just switched on has reached its steady state; returns what went wrong, if so."""
-        deadline = time.monotonic() + self._per_fix_s
+    def _settle(self, applied: Applied, steps_s: list[float]) -> Steps:
+        """Waits until a fix that was just switched on has reached its steady state; returns what went wrong, if so.
+
+        The durations of the steps go to `steps_s`, the first left out.
+        """
+        started = time.monotonic()
+        deadline = min(self._deadline, started + self._per_fix_s)
         frames = frames_compiled()
         quiet = 0
+        before: Row | None = None
         for _ in range(SETTLING_STEPS):
-            yield
+            row = yield
+            if before is not None:
+                steps_s.append((row.end_ns - before.end_ns) * 1e-9)
+            before = row
             if applied.failure():
                 return applied.failure()
             if time.monotonic() > deadline:
-                return f"not settled after {self._per_fix_s:.0f} s"
+                return f"not settled after {time.monotonic() - started:.0f} s"
             if frames == frames_compiled() and applied.settled():
                 quiet += 1
             else:
                 quiet, frames = 0, frames_compiled()
-            if quiet >= 4:
+            if quiet > SETTLED_STEPS:  # one more: of the first only the end was seen
                 return None
         return f"not settled after {SETTLING_STEPS} steps"
 
@@ -229,9 +255,11 @@ class Driver:
         *,
         control_every: int,
     ) -> Steps:
+        """Switches in blocks until the comparison decides or the time is over; returns the seconds that took."""
         self._seed += 1
         schedule = Schedule(self._seed, plan.block_steps, plan.washout_steps, control_every)
-        deadline = min(self._deadline, time.monotonic() + self._per_fix_s)
+        started = time.monotonic()
+        deadline = min(self._deadline, started + self._per_fix_s)
         if applied is not None and schedule.arm == "new":
             applied.enable()
         waiting: deque[tuple[Row, Row]] = deque()
@@ -259,6 +287,7 @@ class Driver:
                 break
         if applied is not None:
             applied.disable()
+        return time.monotonic() - started
 
     # ------------------------------------------------------------------ waiting
 
@@ -284,13 +313,19 @@ class Driver:
                 break
         return rows
 
-    def _blocks(self, rows: list[Row]) -> BlockPlan:
-        """Returns how long blocks should be; `rows` carry the length of their step in `end_ns`."""
+    def _blocks(self, rows: list[Row], slower: float = 1.0) -> BlockPlan:
+        """Returns how long blocks should be; `rows` carry the length of their step in `end_ns`.
+
+        A new arm that is `slower` times as long a step must not use up the time before enough pairs have run.
+        """
         spans = [row.end_ns * 1e-9 for row in rows]
-        plan = plan_blocks(
-            spans, budget_s=self._per_fix_s, pairs=2 * MIN_PAIRS, washout_steps=WASHOUT_STEPS
+        budget_s = min(self._per_fix_s, max(0.0, self._deadline - time.monotonic()))
+        return plan_blocks(
+            spans,
+            budget_s=budget_s * 2 / (1 + max(1.0, slower)),
+            pairs=2 * MIN_PAIRS,
+            washout_steps=WASHOUT_STEPS,
         )
-        return plan
 
     # ------------------------------------------------------------------ results
 
@@ -302,6 +337,7 @@ class Driver:
         comparison: Comparison | None = None,
         parity: Parity | None = None,
         applied: Applied | None = None,
+        warmup_s: float | None = None,
     ) -> None:
         self._trials.append(
             Trial(
@@ -314,6 +350,7 @@ class Driver:
                 comparison=comparison,
                 parity=parity,
                 setting=dict(applied.setting) if applied is not None else {},
+                warmup_s=warmup_s,
             )
         )
 
@@ -349,23 +386,3 @@ def _passed(row: Row) -> bool:
 def _seconds(before: Row, row: Row) -> float:
     ns = row.event.resolve() if row.event is not None else None
     return max((ns if ns is not None else row.end_ns - before.end_ns) * 1e-9, 1e-9)
-
-
-def _reason(found: Comparison, warm_s: float) -> str:
-    saved_s = found.old_s - found.new_s
-    if found.outcome == "faster":
-        gain = f"{100 * (1 - found.ratio):.1f} % less time a step"
-        if warm_s > 2 and saved_s > 0:
-            return f"{gain}; its warm-up of {warm_s:.0f} s pays back after {warm_s / saved_s:.0f} steps"
-        return gain
-    if found.outcome == "slower":
-        return f"slower by {100 * (found.ratio - 1):.1f} %"
-    if withheld(found):
-        return f"not believed: {found.note}"
-    detail = f" ({found.note})" if found.note else ""
-    return f"no gain shown: a gain of {100 * found.minimum_detectable_frac:.1f} % would have been{detail}"
-
-
-def _words(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200]}" if text else type(error).__name__

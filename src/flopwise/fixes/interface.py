@@ -92,6 +92,7 @@ class Applied(ABC):
     """
 
     setting: dict[str, str]  # what was chosen, for the plan
+    compile_s: float = 0.0  # spent compiling so far
 
     @abstractmethod
     def enable(self) -> None:

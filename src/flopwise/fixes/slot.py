@@ -17,12 +17,15 @@ import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from flopwise.fixes.interface import Scene, share_reason
 from flopwise.meter.replay import error_words
 
 Call = Callable[..., Any]
 
 #: Ranks, inner to outer.
 COMPILED, INPUTS, AUTOCAST = 1, 2, 3
+#: Below this share of forward and backward in a step no trial could show a gain of theirs.
+LEAST_COMPUTE_FRAC = 0.05
 
 _ABSENT = object()
 #: Weak on both sides: a slot lives in its module while it has layers, and with the fixes that use it.
@@ -234,3 +237,16 @@ def slot_problem(module: nn.Module) -> str | None:
     if any(type(p).__name__ in ("DTensor", "FlatParameter") for p in module.parameters()):
         return "the model's parameters are sharded"
     return None
+
+
+def forward_problem(scene: Scene, change: str) -> str | None:
+    """Returns why a fix of the forward is not for this scene, or None; `change` is what the fix brings, in words."""
+    if scene.facts.compiles:
+        return f"the script compiles its model; {change} would compile it again"
+    if not scene.roots:
+        return "no root module was found"
+    for root in scene.roots:
+        reason = slot_problem(inner(root))
+        if reason:
+            return reason
+    return share_reason(scene.compute_frac, LEAST_COMPUTE_FRAC, "in forward and backward")

@@ -1,8 +1,9 @@
 """Scaled dot-product attention in its fused forms: two products forward, four backward, one more recomputed.
 
 Forward, for each query head and each pair of a query and a key that is counted: 2 d for the score and 2 d_v for the
-weighted value. Backward needs dV, dP, dQ and dK, twice the forward. A fused backward also computes the scores again,
-2 d a pair: executed, not needed. With grouped queries the scores still have one plane a query head.
+weighted value. Backward needs dV, dP, dQ and dK, twice the forward, or as many of them as autograd asks for (keys of a
+frozen encoder want none). A fused backward always computes them all, and the scores again, 2 d a pair: executed, not
+needed. With grouped queries the scores still have one plane a query head.
 
 "Full" counts all T_q T_k pairs (PaLM, arXiv:2204.02311, appendix B); "causal" only those that the mask or the
 window leaves, exactly: T (T + 1) / 2 for a square causal mask.
@@ -15,7 +16,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from flopwise.flops.call import Call, Cost, Operand, Shape
+from flopwise.flops.call import WANTED, Call, Cost, Operand, Shape
 
 TOP_LEFT = "top left"
 BOTTOM_RIGHT = "bottom right"
@@ -29,14 +30,29 @@ class Heads:
     d_qk: int
     d_v: int
 
-    def cost(self, full: int, visible: int, backward: bool, note: str | None = None) -> Cost:
-        """Returns the cost of `full` pairs of query and key a plane, of which `visible` are not masked."""
-        pair = 2 * (self.d_qk + self.d_v) * (2 if backward else 1)
-        again = 2 * self.d_qk if backward else 0
+    def cost(
+        self,
+        full: int,
+        visible: int,
+        wanted: tuple[bool, ...] | None = None,
+        note: str | None = None,
+    ) -> Cost:
+        """Returns the cost of `full` pairs of query and key a plane, of which `visible` are not masked.
+
+        Args:
+            wanted: None for a forward pass; for a backward pass, whether the gradients of q, k and v are asked for.
+                A fused kernel computes them all, and the scores again.
+        """
+        if wanted is None:
+            needed = executed = 2 * (self.d_qk + self.d_v)
+        else:
+            to_q, to_k, to_v = wanted[:3]
+            depths = self.d_v * (to_v + (to_q or to_k)) + self.d_qk * (to_q + to_k)
+            needed, executed = 2 * depths, 2 * (3 * self.d_qk + 2 * self.d_v)
         return Cost(
-            self.planes * full * pair,
-            self.planes * visible * pair,
-            self.planes * full * (pair + again),
+            self.planes * full * needed,
+            self.planes * visible * needed,
+            self.planes * full * executed,
             note,
         )
 
@@ -115,17 +131,20 @@ def multi_head(call: Call) -> Cost:
 
 
 def _dense(call: Call, backward: bool, time_axis: int) -> Cost:
+    _refuse_partly_used_keys(call)
     query, key, value = (call.tensor(*names) for names in _QKV)
     t_q, t_k = query.shape[time_axis], key.shape[time_axis]
     heads = Heads(_planes(query.shape, time_axis), query.shape[-1], value.shape[-1])
     bias = call.maybe("attn_mask", "attn_bias", "bias")
     hidden = bias is not None and bias.numel > 0
     visible = visible_pairs(t_q, t_k, _corner(call), *_window(call))
-    return heads.cost(t_q * t_k, visible, backward, MASK_NOTE if hidden else None)
+    wanted = _wanted(call) if backward else None
+    return heads.cost(t_q * t_k, visible, wanted, MASK_NOTE if hidden else None)
 
 
 def _packed(call: Call, backward: bool) -> Cost:
     """Returns the cost of sequences laid end to end: sum of L_q L_k over them, not the square of their sum."""
+    _refuse_partly_used_keys(call)
     query, value = call.tensor(*_QKV[0]), call.tensor(*_QKV[2])
     q_ends = _cumulative(call, "q")
     k_ends = _cumulative(call, "k") or q_ends
@@ -135,9 +154,8 @@ def _packed(call: Call, backward: bool) -> Cost:
     corner, window = _corner(call), _window(call)
     heads = Heads(query.shape[-2], query.shape[-1], value.shape[-1])
     full = sum(t_q * t_k for t_q, t_k in pairs)
-    return heads.cost(
-        full, sum(visible_pairs(t_q, t_k, corner, *window) for t_q, t_k in pairs), backward
-    )
+    visible = sum(visible_pairs(t_q, t_k, corner, *window) for t_q, t_k in pairs)
+    return heads.cost(full, visible, _wanted(call) if backward else None)
 
 
 def _flex(call: Call, backward: bool) -> Cost:
@@ -147,17 +165,20 @@ def _flex(call: Call, backward: bool) -> Cost:
     kept = [call.maybe("kv_num_blocks"), call.maybe("full_kv_num_blocks")]
     blocks = [b for b in kept if b is not None]
     heads = Heads(planes, query.shape[-1], value.shape[-1])
-    if not blocks:
-        return heads.cost(full, full, backward)
+    wanted = _wanted(call) if backward else None
+    block_q = call.integer("block_q", default=128)
+    block_kv = call.integer("block_kv", default=128)
+    if not blocks or (block_q >= t_q and block_kv >= t_k):  # no mask is one block of them all
+        return heads.cost(full, full, wanted)
     if any(b.values is None for b in blocks):
         return heads.cost(
-            full, full, backward, "the blocks of a flex_attention mask were not visible"
+            full, full, wanted, "the blocks of a flex_attention mask were not visible"
         )
-    area = call.integer("block_q", default=128) * call.integer("block_kv", default=128)
+    area = block_q * block_kv
     # The block mask may be shared by sequences and heads: its own planes stand for an equal share of ours.
     shared = math.prod(blocks[0].shape[:-1])
     visible = sum(sum(b.values or ()) for b in blocks) * area // shared
-    cost = heads.cost(full, min(full, visible), backward)
+    cost = heads.cost(full, min(full, visible), wanted)
     note = "flex_attention: block sparse" if visible < full else None
     return Cost(cost.needed, cost.needed_causal, cost.executed, note)
 
@@ -166,6 +187,22 @@ def _block(batch: int, t_q: int, t_k: int, width: int) -> int:
     """Returns the FLOPs of the q, k, v and output projections and of both attention products."""
     projections = 2 * width * width * (2 * t_q + 2 * t_k)
     return batch * (projections + 4 * t_q * t_k * width)
+
+
+#: Arguments that say how many of the keys are used, or in which pages of a cache they lie.
+_PARTLY_USED = ("seqused_q", "seqused_k", "seqlen_k", "block_table", "page_table", "k_new")
+
+
+def _refuse_partly_used_keys(call: Call) -> None:
+    """Raises LookupError where the shapes of the keys do not say how many of them are used."""
+    for name in _PARTLY_USED:
+        if call.maybe(name) is not None:
+            raise LookupError(f"{call.name}: only a part of the keys is used ({name})")
+
+
+def _wanted(call: Call) -> tuple[bool, ...]:
+    """Returns whether the gradients of q, k and v are asked for; all of them where nothing tells."""
+    return call.mask("grad_input_mask" if "grad_input_mask" in call.args else WANTED, 3)
 
 
 _QKV = (("query", "q"), ("key", "k"), ("value", "v"))

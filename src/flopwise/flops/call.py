@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 
 Shape = tuple[int, ...]
 
+#: The argument that tells, for each operand of the op that a backward op without a mask belongs to, whether autograd
+#: asks for its gradient.
+WANTED = "wanted"
+
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,

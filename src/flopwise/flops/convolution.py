@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from flopwise.flops.call import Call, Cost, Operand
+from flopwise.flops.call import WANTED, Call, Cost, Operand
 
 
 def convolution(call: Call) -> Cost:
@@ -38,9 +38,14 @@ def conv_tbc(call: Call) -> Cost:
 
 
 def conv_tbc_backward(call: Call) -> Cost:
-    """Returns the FLOPs of both gradients of `conv_tbc`; `self` is the gradient of the result."""
+    """Returns the FLOPs of both gradients of `conv_tbc`, those asked for alone being needed.
+
+    `self` is the gradient of the result.
+    """
     width, c_in, _ = call.tensor("weight").shape
-    return Cost.exactly(2 * 2 * call.tensor("self").numel * width * c_in)
+    one, wanted = 2 * call.tensor("self").numel * width * c_in, call.mask(WANTED, 3)
+    needed = one * (wanted[0] + wanted[1])
+    return Cost(needed, needed, 2 * one)
 
 
 def _one(larger: Operand, weight: Operand) -> int:

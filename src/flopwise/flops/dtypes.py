@@ -46,7 +46,7 @@ def executed(dtype: str, family: str, precision: Precision) -> str | None:
 
     Args:
         dtype: of the left operand, without "torch.": "bfloat16".
-        family: of the op's rule: "matmul", "convolution", "recurrent", "attention", "linalg".
+        family: of the op's rule: "matmul", "convolution", "recurrent", "attention", "linalg", "fft".
         precision: the TF32 settings; all off on a CPU.
     Source: CUDA semantics notes, "TensorFloat-32 (TF32) on Ampere (and later) devices"; efficient attention:
     pytorch/pytorch aten/src/ATen/native/transformers/cuda/mem_eff_attention/gemm_kernel_utils.h
@@ -60,6 +60,9 @@ def executed(dtype: str, family: str, precision: Precision) -> str | None:
     return "tf32" if name == "fp32" and precision.uses_tf32(family) else name
 
 
-def is_complex(dtype: str) -> bool:
-    """Returns whether one multiply-add of this dtype is four real ones."""
-    return dtype.startswith("complex")
+def real_operations(dtype: str, family: str) -> int:
+    """Returns how many real operations stand for one of this dtype in the formulas of a family.
+
+    A complex multiply-add is four real ones; the formulas of Fourier transforms count real operations already.
+    """
+    return COMPLEX_FACTOR if dtype.startswith("complex") and family != "fft" else 1

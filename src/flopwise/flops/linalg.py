@@ -24,6 +24,12 @@ def inverse(call: Call) -> Cost:
     return Cost.exactly(_matrices(matrix) * 2 * matrix.shape[-1] ** 3)
 
 
+def inverse_factored(call: Call) -> Cost:
+    """Returns the inverse from a Cholesky factor, 2 n^3 / 3 for each matrix."""
+    matrix = call.tensor("self")
+    return Cost.exactly(_matrices(matrix) * 2 * matrix.shape[-1] ** 3 // 3)
+
+
 def factor(call: Call) -> Cost:
     """Returns the LU factors of an m by n matrix, with the smaller k: m n k - (m + n) k^2 / 2 + k^3 / 3, twice."""
     matrix = call.tensor("self", "A")

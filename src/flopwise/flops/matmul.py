@@ -13,6 +13,9 @@ from flopwise.flops.call import Call, Cost, Operand, Shape
 LEFT = ("self", "input", "mat1", "batch1", "mat", "x1", "X")
 
 
+OFFSETS_NOTE = "a grouped product is counted with all of its rows: how many of them belong to a group was not read"
+
+
 def depth(operand: Operand) -> int:
     """Returns the length of the summed dimension, the last of a left operand; 4-bit pairs count twice."""
     return operand.shape[-1] * (2 if operand.dtype == "float4_e2m1fn_x2" else 1)
@@ -64,6 +67,22 @@ def linear_backward(call: Call) -> Cost:
     return Cost.exactly(one * (wanted[0] + wanted[1]))
 
 
+def affine_grid(call: Call) -> Cost:
+    """Returns the FLOPs of `affine_grid_generator(theta)`, each position of the grid times the matrix of its sample."""
+    return Cost.exactly(2 * call.out().numel * call.tensor("theta").shape[-1])
+
+
+def linear_cross_entropy(call: Call) -> Cost:
+    """Returns the FLOPs of torch's chunked `linear_cross_entropy`, whose forward pass also computes the gradients.
+
+    The logits are one product of (rows, k) and (k, classes), each gradient asked for is another.
+    Source: torch.nn.modules.linear_cross_entropy (torch 2.13).
+    """
+    one = 2 * call.tensor("input").numel * call.tensor("linear_weight").shape[0]
+    wanted = call.flag("compute_input_grad") + call.flag("compute_linear_weight_grad")
+    return Cost.exactly(one * (1 + wanted))
+
+
 def packed_linear(call: Call) -> Cost:
     """Returns the FLOPs of a product whose weight is packed: 2 elements of the result times the left's depth."""
     return Cost.exactly(2 * call.out().numel * depth(call.tensor(*LEFT)))
@@ -87,12 +106,47 @@ def grouped_mm(call: Call) -> Cost:
     """Returns the FLOPs of `_grouped_mm(self, mat2, offs)`, where each row (or each summed index) has one group.
 
     (M, K) by (G, K, N) and (M, K) by (K, N) cut along K are 2 M K N; (G, M, K) by (K, N) cut along N is
-    2 M K N too; (G, M, K) by (G, K, N) is 2 G M K N. Ignores: rows past the last offset, which no group owns.
+    2 M K N too; (G, M, K) by (G, K, N) is 2 G M K N. Rows past the last offset belong to no group and are not
+    multiplied; where the offsets were not read they count, and a note says so.
     """
     left, right = call.tensor("self"), call.tensor("mat2")
-    rows = left.shape[-2]
-    groups = left.shape[0] if len(left.shape) == 3 and len(right.shape) == 3 else 1
-    return Cost.exactly(2 * groups * rows * depth(left) * right.shape[-1])
+    m, k, n = left.shape[-2], depth(left), right.shape[-1]
+    if len(left.shape) == 3 and len(right.shape) == 3:
+        return Cost.exactly(2 * left.shape[0] * m * k * n)
+    ends = call.tensor("offs").values
+    if ends is None:
+        whole = 2 * m * k * n
+        return Cost(whole, whole, whole, OFFSETS_NOTE)
+    owned = ends[-1] if ends else 0
+    if len(left.shape) == 3:
+        return Cost.exactly(2 * m * k * min(n, owned))
+    if len(right.shape) == 3:
+        return Cost.exactly(2 * min(m, owned) * k * n)
+    return Cost.exactly(2 * m * min(k, owned * (k // left.shape[-1])) * n)
+
+
+def trilinear(call: Call) -> Cost:
+    """Returns the FLOPs of `_trilinear` (bilinear layers and their gradients): two products, one after the other.
+
+    The three operands are broadcast to the same dimensions and multiplied. Dimensions that only the first two share
+    are summed in the first product, the others in the second; a product that sums nothing is pointwise. One dimension
+    is looped over, so that both products run for each of its elements.
+    Source: pytorch/pytorch aten/src/ATen/native/Linear.cpp, `_trilinear`.
+    """
+    operands = [
+        _spread(call.tensor(f"i{n}").shape, _integers(call, f"expand{n}")) for n in (1, 2, 3)
+    ]
+    one, two, three = operands
+    looped = call.integer("unroll_dim", default=1)
+    summed = [d for d in _integers(call, "sumdim") if d != looped]
+    first = [d for d in summed if d not in three]
+    sizes = {**one, **two, **three}
+    pair = {*one, *two, looped}
+    rest = {d for d in pair if d not in first} | {*three}
+    flops = 2 * math.prod(sizes[d] for d in pair) if first else 0
+    if len(first) < len(summed):
+        flops += 2 * math.prod(sizes[d] for d in rest)
+    return Cost.exactly(flops)
 
 
 def euclidean_dist(call: Call) -> Cost:
@@ -128,3 +182,16 @@ def _broadcast(one: Shape, other: Shape) -> Shape:
     size = max(len(one), len(other))
     one, other = (1,) * (size - len(one)) + one, (1,) * (size - len(other)) + other
     return tuple(max(a, b) if min(a, b) else 0 for a, b in zip(one, other, strict=True))
+
+
+def _integers(call: Call, name: str) -> tuple[int, ...]:
+    value = call.args.get(name)
+    if not isinstance(value, tuple):
+        raise LookupError(f"{call.name}: no {name}")
+    return tuple(int(v) for v in value)
+
+
+def _spread(shape: Shape, missing: tuple[int, ...]) -> dict[int, int]:
+    """Returns the sizes of a tensor by dimension, had it been given the missing ones."""
+    there = [d for d in range(len(shape) + len(missing)) if d not in missing]
+    return dict(zip(there, shape, strict=True))

@@ -20,9 +20,12 @@ class Rule:
     """A formula with what its caller must know."""
 
     formula: Formula
-    family: str  # "matmul" | "convolution" | "recurrent" | "attention" | "linalg"
+    family: str  # "matmul" | "convolution" | "recurrent" | "attention" | "linalg" | "fft"
     operand: tuple[str, ...]  # the tensor whose dtype the product runs in, by its possible names
     values: tuple[str, ...] = ()  # small integer tensors whose contents the formula reads
+    wanted: bool = (
+        False  # a backward op without a mask: autograd knows which gradients are asked for
+    )
 
 
 _CUMULATIVE = tuple(
@@ -31,9 +34,14 @@ _CUMULATIVE = tuple(
 
 
 def _rules(
-    formula: Formula, family: str, operand: str, names: str, values: tuple[str, ...] = ()
+    formula: Formula,
+    family: str,
+    operand: str,
+    names: str,
+    values: tuple[str, ...] = (),
+    wanted: bool = False,
 ) -> dict[str, Rule]:
-    rule = Rule(formula, family, tuple(operand.split()), values)
+    rule = Rule(formula, family, tuple(operand.split()), values, wanted)
     return {name if "::" in name else f"aten::{name}": rule for name in names.split()}
 
 
@@ -56,11 +64,21 @@ RULES: dict[str, Rule] = {
         "_weight_int4pack_mm_with_scales_and_zeros",
     ),
     **_rules(
+        matmul.linear_cross_entropy,
+        "matmul",
+        "input",
+        "torch_nn::_linear_cross_entropy_batch_chunked "
+        "torch_nn::_linear_cross_entropy_batch_chunked_no_reduction",
+    ),
+    **_rules(
         matmul.grouped_mm,
         "matmul",
         "self",
         "_grouped_mm _scaled_grouped_mm _scaled_grouped_mm_v2",
+        values=("offs",),
     ),
+    **_rules(matmul.affine_grid, "matmul", "theta", "affine_grid_generator"),
+    **_rules(matmul.trilinear, "matmul", "i1", "_trilinear"),
     **_rules(matmul.euclidean_dist, "matmul", "x1", "_euclidean_dist"),
     **_rules(matmul.cdist, "matmul", "x1", "_cdist_forward"),
     **_rules(
@@ -83,13 +101,17 @@ RULES: dict[str, Rule] = {
         "convolution_backward convolution_backward_overrideable _slow_conv2d_backward",
     ),
     **_rules(convolution.conv_tbc, "convolution", "self", "conv_tbc"),
-    **_rules(convolution.conv_tbc_backward, "convolution", "self", "conv_tbc_backward"),
+    **_rules(
+        convolution.conv_tbc_backward, "convolution", "self", "conv_tbc_backward", wanted=True
+    ),
     **_rules(recurrent.fused, "recurrent", "input", "_cudnn_rnn miopen_rnn"),
     **_rules(
         recurrent.fused_backward, "recurrent", "input", "_cudnn_rnn_backward miopen_rnn_backward"
     ),
     **_rules(recurrent.layer, "recurrent", "input", "mkldnn_rnn_layer"),
-    **_rules(recurrent.layer_backward, "recurrent", "input", "mkldnn_rnn_layer_backward"),
+    **_rules(
+        recurrent.layer_backward, "recurrent", "input", "mkldnn_rnn_layer_backward", wanted=True
+    ),
     **_rules(
         attention.sdpa,
         "attention",
@@ -108,6 +130,7 @@ RULES: dict[str, Rule] = {
         "_scaled_dot_product_efficient_attention_backward "
         "_scaled_dot_product_cudnn_attention_backward "
         "_scaled_dot_product_fused_attention_overrideable_backward",
+        wanted=True,
     ),
     **_rules(
         attention.flash,
@@ -115,7 +138,8 @@ RULES: dict[str, Rule] = {
         "query q",
         "_flash_attention_forward _flash_attention_forward_no_dropout_inplace "
         "_efficient_attention_forward torch_attn::_varlen_attn torch_attn::_varlen_attn_out "
-        "flash_attn::_flash_attn_forward flash_attn::_flash_attn_varlen_forward",
+        "flash_attn::_flash_attn_forward flash_attn::_flash_attn_varlen_forward "
+        "flash_attn_3::_flash_attn_forward flash_attn_3::fwd",
         values=_CUMULATIVE,
     ),
     **_rules(
@@ -123,8 +147,10 @@ RULES: dict[str, Rule] = {
         "attention",
         "query q",
         "_flash_attention_backward _efficient_attention_backward torch_attn::_varlen_attn_backward "
-        "flash_attn::_flash_attn_backward flash_attn::_flash_attn_varlen_backward",
+        "flash_attn::_flash_attn_backward flash_attn::_flash_attn_varlen_backward "
+        "flash_attn_3::_flash_attn_backward flash_attn_3::bwd",
         values=_CUMULATIVE,
+        wanted=True,
     ),
     **_rules(attention.cudnn, "attention", "query", "_cudnn_attention_forward", values=_CUMULATIVE),
     **_rules(
@@ -133,6 +159,7 @@ RULES: dict[str, Rule] = {
         "query",
         "_cudnn_attention_backward",
         values=_CUMULATIVE,
+        wanted=True,
     ),
     **_rules(
         attention.flex,
@@ -152,6 +179,7 @@ RULES: dict[str, Rule] = {
     **_rules(attention.multi_head, "matmul", "query", "_native_multi_head_attention"),
     **_rules(linalg.cholesky, "linalg", "self A", "linalg_cholesky_ex cholesky"),
     **_rules(linalg.inverse, "linalg", "self A", "linalg_inv_ex"),
+    **_rules(linalg.inverse_factored, "linalg", "self", "cholesky_inverse"),
     **_rules(
         linalg.factor,
         "linalg",
@@ -164,8 +192,13 @@ RULES: dict[str, Rule] = {
         linalg.solve_triangular, "linalg", "A self", "linalg_solve_triangular triangular_solve"
     ),
     **_rules(linalg.qr, "linalg", "A self input", "linalg_qr geqrf linalg_householder_product"),
-    **_rules(linalg.fft, "linalg", "self", "_fft_c2c _fft_r2c _fft_c2r"),
+    **_rules(linalg.fft, "fft", "self", "_fft_c2c _fft_r2c _fft_c2r"),
 }
+
+
+def rule_of(name: str) -> Rule | None:
+    """Returns the rule of an op by `namespace::op`; `addmm_`, in place, has that of `addmm`."""
+    return RULES.get(name) or RULES.get(name.rstrip("_"))
 
 
 def cost(call: Call) -> Cost | None:
@@ -173,7 +206,7 @@ def cost(call: Call) -> Cost | None:
 
     Ops without a rule, shapes that do not fit the rule and missing contents all come back as None: unknown.
     """
-    rule = RULES.get(call.name)
+    rule = rule_of(call.name)
     if rule is None:
         return Cost.exactly(0) if is_zero(call.name) else None
     try:

@@ -45,7 +45,7 @@ POINTWISE = _words("""
     isnan isneginf isposinf lcm ldexp le leaky_relu leaky_relu_backward lerp lgamma log log10
     log1p log2 log_sigmoid_backward log_sigmoid_forward logaddexp logaddexp2 logical_and
     logical_not logical_or logical_xor logit logit_backward lt masked_fill max maximum min minimum
-    mish mul mvlgamma nan_to_num native_dropout_backward ne neg new_full new_ones new_zeros
+    mish mish_backward mul mvlgamma nan_to_num native_dropout_backward ne neg new_full new_ones new_zeros
     nextafter polar polygamma pow rad2deg reciprocal relu relu6 remainder round rrelu rsqrt rsub
     selu sgn sigmoid sigmoid_backward sign signbit silu silu_backward sin sinc sinh softplus
     softplus_backward softshrink softshrink_backward special_airy_ai special_bessel_j0
@@ -108,8 +108,8 @@ POOL_RESAMPLE = _words("""
     _upsample_nearest_exact2d _upsample_nearest_exact2d_backward _upsample_nearest_exact3d
     _upsample_nearest_exact3d_backward adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     adaptive_avg_pool3d_backward adaptive_max_pool2d adaptive_max_pool2d_backward
-    adaptive_max_pool3d adaptive_max_pool3d_backward affine_grid_generator avg_pool1d avg_pool2d
-    avg_pool2d_backward avg_pool3d avg_pool3d_backward channel_shuffle col2im constant_pad_nd
+    adaptive_max_pool3d adaptive_max_pool3d_backward avg_pool1d avg_pool2d
+    avg_pool2d_backward avg_pool3d avg_pool3d_backward channel_shuffle native_channel_shuffle col2im constant_pad_nd
     cudnn_affine_grid_generator cudnn_affine_grid_generator_backward cudnn_grid_sampler
     cudnn_grid_sampler_backward fake_quantize_per_channel_affine_cachemask
     fake_quantize_per_tensor_affine_cachemask flip fractional_max_pool2d
@@ -175,14 +175,14 @@ LAYOUT = _words("""
     _make_per_tensor_quantized_tensor _mkldnn_reshape _mkldnn_transpose _nested_tensor_from_mask
     _nested_tensor_from_mask_left_aligned _nested_tensor_from_tensor_list _nested_tensor_size
     _nested_tensor_storage_offsets _nested_tensor_strides _new_zeros_with_same_feature_meta
-    _pin_memory _sparse_broadcast_to _sparse_compressed_tensor_with_dims
+    _pin_memory _print _reshape_copy _sparse_broadcast_to _sparse_compressed_tensor_with_dims
     _sparse_coo_tensor_with_dims _sparse_coo_tensor_with_dims_and_tensors _sparse_csr_prod
     _sparse_csr_sum _sparse_mask_projection _sparse_sum _to_copy _to_dense _to_sparse
     _to_sparse_bsc _to_sparse_bsr _to_sparse_csc _to_sparse_csr _transform_bias_rescale_qkv
     _validate_compressed_sparse_indices arange bartlett_window blackman_window coalesce contiguous
     copy copy_sparse_to_sparse dequantize empty_quantized eye fft_fftfreq fft_rfftfreq flatten
     full full_like hamming_window hann_window hash_tensor int_repr kaiser_window linalg_cross
-    linspace logspace mkldnn_reorder_conv2d_weight mkldnn_reorder_conv3d_weight ones ones_like
+    linspace logspace lu_unpack mkldnn_reorder_conv2d_weight mkldnn_reorder_conv3d_weight ones ones_like
     pin_memory q_per_channel_scales q_per_channel_zero_points quantize_per_channel
     quantize_per_tensor quantize_per_tensor_dynamic range ravel reshape resize_as_sparse
     scalar_tensor sparse_compressed_tensor sparse_coo_tensor sparse_mask sparse_resize
@@ -190,15 +190,37 @@ LAYOUT = _words("""
     zeros_like
 """)
 
-# Collectives and their glue, profiler marks, properties: no arithmetic of the model.
+# The primitives that torch's own decompositions run eagerly (forward-mode gradients); none multiplies matrices, but
+# Fourier transforms and singular values are left out here.
+PRIMS = _words("""
+    abs acos acosh add amax amin as_strided as_strided_scatter asin asinh atan atan2 atanh bessel_i0
+    bessel_i0e bessel_i1 bessel_i1e bessel_j0 bessel_j1 bitwise_and bitwise_not bitwise_or
+    bitwise_xor broadcast_in_dim cat cbrt ceil clone collapse collapse_view conj conj_physical
+    convert_element_type copy_strided copy_to cos cosh device_put digamma div empty empty_permuted
+    empty_strided eq erf erf_inv erfc erfcx exp exp2 expm1 fill floor fmax fmin fmod frexp full
+    full_like gcd ge gt hypot igamma igammac imag iota isfinite item le lgamma log log10 log1p log2
+    lt maximum maximum_value minimum minimum_value mul ndtri ne neg nextafter normal pow prod real
+    reciprocal remainder reshape resize rev round rsqrt scalar_tensor shift_left
+    shift_right_arithmetic sign signbit sin sinh spherical_bessel_j0 split_dim sqrt squeeze sub sum
+    tan tanh transpose trunc uniform var view_of view_of_dtype where xor_sum zeta
+""")
+
+# Collectives and their glue, streams, profiler marks, properties: no arithmetic of the model.
 NAMESPACES = _words("""
-    c10d _c10d_functional c10d_functional _c10d_functional_autograd fsdp prim profiler
+    c10d _c10d_functional c10d_functional _c10d_functional_autograd device_mesh fsdp prim profiler
+    streams
 """)
 
 OTHERS = _words("""
     torchvision::nms torchvision::roi_align torchvision::_roi_align_backward torchvision::roi_pool
     torchvision::_roi_pool_backward torchvision::ps_roi_align torchvision::_ps_roi_align_backward
     torchvision::ps_roi_pool torchvision::_ps_roi_pool_backward
+    ao::offload ao::reload
+    bitsandbytes::quantize_4bit bitsandbytes::dequantize_4bit bitsandbytes::quantize_blockwise
+    bitsandbytes::dequantize_blockwise bitsandbytes::int8_vectorwise_quant
+    bitsandbytes::int8_vectorwise_dequant bitsandbytes::int8_double_quant
+    bitsandbytes::int8_mm_dequant bitsandbytes::optimizer_update_32bit
+    bitsandbytes::optimizer_update_8bit_blockwise
 """)
 
 _ATEN = POINTWISE | REDUCTIONS | NORMS_LOSSES | POOL_RESAMPLE | INDEX | RANDOM | OPTIMIZER | LAYOUT
@@ -213,9 +235,13 @@ def is_view(name: str) -> bool:
 def is_zero(name: str) -> bool:
     """Returns whether the op, `namespace::op` without its overload, does zero FLOPs by convention."""
     space, _, op = name.partition("::")
+    if space == "prims":
+        return op in PRIMS
     if space != "aten":
         return space in NAMESPACES or name in OTHERS
     op = op.rstrip("_")
+    if op.startswith("_foreach_"):
+        return True
     if op.endswith("_copy"):
         op = op if op in _ATEN else op.removesuffix("_copy")
-    return op in _ATEN or op in VIEWS or op.startswith("_foreach_")
+    return op in _ATEN or op in VIEWS

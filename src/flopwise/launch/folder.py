@@ -48,6 +48,11 @@ def discard(folder: Path) -> None:
             remove()
 
 
+def gone(folder: Path) -> bool:
+    """Returns whether a run folder is no longer there, or nothing of the run is left in it."""
+    return not (folder / LAUNCH).exists() and not any((folder / RANKS).glob("*.json"))
+
+
 def _claim(folder: Path, text: str) -> bool:
     """Makes `folder` a run folder; returns False if it is one already. Of two at the same moment one gets it."""
     launch = folder / LAUNCH

@@ -29,6 +29,7 @@ def run(
     *,
     watch: Callable[[], None] | None = None,
     timeout_s: float | None = None,
+    on_timeout: Callable[[], None] | None = None,
     output: Any = None,
     cwd: str | None = None,
 ) -> int:
@@ -42,6 +43,7 @@ def run(
         env: its environment.
         watch: called every quarter of a second while it runs.
         timeout_s: after this long the job is terminated, and killed 10 s later.
+        on_timeout: called when it is the limit that ends the job.
         output: where its stdout and stderr go; None: where ours go.
         cwd: its working folder; None: ours.
 
@@ -70,7 +72,10 @@ def run(
                 pass
             if watch is not None:
                 watch()
-            if time.monotonic() > deadline or relay.ended_by is not None:
+            overdue = time.monotonic() > deadline
+            if overdue and relay.ended_by is None and on_timeout is not None:
+                on_timeout()
+            if overdue or relay.ended_by is not None:
                 _end(child)
                 break
     if relay.ended_by is not None:

@@ -12,7 +12,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from flopwise.errors import FlopwiseError, NothingMeasuredError, RecordError, UsageError
+from flopwise.errors import (
+    FlopwiseError,
+    NothingMeasuredError,
+    RecordError,
+    RunFolderError,
+    UsageError,
+)
 from flopwise.hardware.accelerators import Peak
 from flopwise.launch import command as commands
 from flopwise.launch import folder as folders
@@ -49,11 +55,13 @@ class Measurement:
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )
     _ended_by: int | None = None  # the signal that ended the job
+    _overdue_s: float | None = None  # the time limit of ours that ended it
     _printed: RunRecord | None = None
     _started: float = field(default_factory=time.monotonic)
     _looked: float = 0.0
     _seen: list[tuple[str, int, int]] = field(default_factory=list)
     _complete: bool = False
+    _known: list[RankRecord] = field(default_factory=list)  # as last read
 
     def run(
         self,
@@ -75,6 +83,7 @@ class Measurement:
                 commands.environment(self.folder, env),
                 watch=self._watch if timeout_s is None else None,
                 timeout_s=timeout_s,
+                on_timeout=lambda: setattr(self, "_overdue_s", timeout_s),
                 output=output,
             )
         except OSError as error:
@@ -90,11 +99,33 @@ class Measurement:
 
         Raises:
             NothingMeasuredError: no training step was timed.
-            RunFolderError: the record cannot be written; `record` has it all the same.
+            RunFolderError: the record cannot be written, or the folder went away; `record` has it all the same.
         """
         self.record = self._summarise(final=True)
+        if folders.gone(self.folder):
+            raise RunFolderError(
+                f"the run folder {self.folder} went away while the script ran, so nothing is stored there; the report "
+                "is of what had been read before. Give --out a folder that the script leaves alone"
+            )
         store.write(self.folder / "run.json", self.record)
         return self.record
+
+    @property
+    def overdue(self) -> bool:
+        """Whether our own time limit ended the job."""
+        return self._overdue_s is not None
+
+    def ending(self) -> str | None:
+        """Returns in words how a job ended that did not end well, None for one that did."""
+        if self._overdue_s is not None:
+            return f"was ended by flopwise at its time limit of {self._overdue_s:.0f} s"
+        name = self._interrupted()
+        if self._ended_by is not None:
+            return f"was ended by {name or f'signal {self._ended_by}'}"
+        if self.exit_code:
+            as_after = f" (as after {name})" if name else ""
+            return f"ended with exit code {self.exit_code}{as_after}"
+        return None
 
     def report(self, record: RunRecord) -> None:
         """Prints the report to stderr, unless this very measurement has been printed already."""
@@ -103,7 +134,8 @@ class Measurement:
         before = self._printed
         complete = before is not None and before.complete
         if before and complete and replace(before, exit_code=record.exit_code) == record:
-            say(f"flopwise: report above; saved {short(self.folder)}")
+            stored = "" if folders.gone(self.folder) else f"; saved {short(self.folder)}"
+            say(f"flopwise: report above{stored}")
             return
         self._printed = record
         from flopwise.reports.stream import look
@@ -123,7 +155,10 @@ class Measurement:
         say(text.removesuffix("\n"))
 
     def ranks(self) -> list[RankRecord]:
-        """Returns the rank records written so far; a damaged one is left out and said."""
+        """Returns the rank records written so far; a damaged one is left out and said.
+
+        Of a run folder that has gone it returns those that were read before.
+        """
         found = []
         for path in sorted((self.folder / folders.RANKS).glob("*.json")):
             try:
@@ -131,7 +166,9 @@ class Measurement:
             except RecordError as error:
                 if str(error) not in self.notes:
                     self.notes.append(str(error))
-        return found
+        if found or not folders.gone(self.folder):
+            self._known = found
+        return self._known
 
     def _watch(self) -> None:
         """Looks after a job that is still running. Whatever goes wrong here must not reach the job."""
@@ -205,6 +242,7 @@ class Measurement:
             return None
 
     def _why_nothing(self) -> str:
+        """Returns why no step was measured: our own failures first, then how the script ended."""
         failed = [
             text for path in sorted(self.folder.glob("failed-*.txt")) if (text := _start_of(path))
         ]
@@ -212,30 +250,49 @@ class Measurement:
             return f"nothing was measured: {failed[0]}"
         if self.notes:
             return f"nothing was measured: {self.notes[0]}"
+        ending = self.ending()
+        if folders.gone(self.folder):
+            how = f" The script {ending}." if ending else ""
+            return (
+                f"nothing was measured: the run folder {self.folder} went away while the script ran, and what was "
+                f"stored with it.{how} Give --out a folder that the script leaves alone"
+            )
         if _full(self.folder):
             return f"nothing was measured: the disk of {self.folder} is full. Give --out on another"
         inner = sorted(self.folder.glob("nested-*.txt"))
         if inner:
             return f"measured by another flopwise run inside this one: {_start_of(inner[0])}"
-        attached = len(list(self.folder.glob("attached-*")))
-        by_signal = self._interrupted()
-        if attached and by_signal:
+        if ending and (self.overdue or self._interrupted()) and not self._attached():
             return (
-                f"no training step was stored: {by_signal} ended the script before enough of them were timed. "
-                "A first record is written after ten"
+                f"no training step was seen: the script {ending} before it had imported torch where the meter could "
+                "attach"
             )
-        how = f" The script ended with exit code {self.exit_code}" if self.exit_code else ""
-        if attached:
-            return (
-                f"no training step was seen: torch was imported in {attached} process{'es' if attached > 1 else ''}, "
-                "but no optimizer stepped and no backward ran. If the loop has an optimizer of its own, mark its "
-                f"steps with flopwise.step().{how}"
-            )
+        return _no_step(self._attached(), ending)
+
+    def _attached(self) -> int:
+        """Returns in how many processes torch was imported and the meter attached."""
+        return len(list(self.folder.glob("attached-*")))
+
+
+def _no_step(attached: int, ending: str | None) -> str:
+    """Returns why there is no step, given the processes that imported torch and how the job ended, if not well."""
+    torch_in = f"torch was imported in {attached} process{'es' if attached > 1 else ''}"
+    own = "an optimizer of its own, mark its steps with flopwise.step()"
+    if attached and ending:
         return (
-            "no training step was seen: no Python process below this one imported torch where the meter could "
-            "attach (python -I, -E and -S shut it out, and so does a container or a remote host)."
-            f"{how}"
+            f"no training step was stored: the script {ending} before enough of them were timed. {torch_in}; a first "
+            f"record is written after ten steps. If its loop has {own}"
         )
+    if attached:
+        return (
+            f"no training step was seen: {torch_in}, but no optimizer stepped and no backward ran. If the loop has "
+            f"{own}"
+        )
+    lead = f"the script {ending}; " if ending else ""
+    return (
+        f"no training step was seen: {lead}no Python process below this one imported torch where the meter could "
+        "attach (python -I, -E and -S shut it out, and so does a container or a remote host)"
+    )
 
 
 def _full(folder: Path) -> bool:

@@ -112,7 +112,8 @@ class StepCounter:
     def _check(self, mode: OpCounter) -> None:
         """Refuses a count that misses the forward pass: half a number is a wrong number."""
         devices = mode.tally.devices
-        if devices.get(BACKWARD, set()) - devices.get(FORWARD, set()):
+        forward = devices.get(FORWARD, set()) | mode.tally.unknown_on
+        if devices.get(BACKWARD, set()) - forward:
             raise AttachError(
                 "a backward pass was seen but not its forward pass, which ran on another thread (nn.DataParallel), "
                 "in compiled code or in a replayed CUDA graph"

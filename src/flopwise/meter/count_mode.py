@@ -22,12 +22,18 @@ from flopwise.meter.count_ops import (
     first_tensor,
     flex_blocks,
     look_up,
+    makes_differentiable,
     named,
     precision_of,
 )
-from flopwise.meter.count_roles import Roles
+from flopwise.meter.count_roles import BACKWARD, Roles
 from flopwise.meter.count_tally import Pending, Place, Tally, rule_dtype
+from flopwise.meter.count_zeros import Zeros
 
+_DIFFERENTIABLE_LSTM = (
+    "a gradient of a oneDNN LSTM is itself differentiated: torch computes the layer again for that, and all of its "
+    "gradients, so the count is too high"
+)
 _VALUES_KEPT = 1 << 20  # elements of a tensor whose contents a formula may ask for
 
 
@@ -59,6 +65,7 @@ class OpCounter(TorchDispatchMode):
         self._fake = fake
         self._ops: dict[Any, Op] = {}
         self._foreign: dict[type, bool] = {}
+        self._zeros = Zeros()
 
     def __torch_dispatch__(
         self,
@@ -130,11 +137,15 @@ class OpCounter(TorchDispatchMode):
         sample = self._clock.end(op, mark, args, kwargs, out)
         self.tally.samples.append(sample)
         sample.covered = op.zero
-        if op.rule is None:
+        if op.zero:
+            self._zeros.saw(op.name, out)
             return
         tensor = first_tensor(args, kwargs)
         device = tensor.device if tensor is not None else torch.device("cpu")
         place = Place(self._roles.now(), precision_of(device.type), str(device))
+        if op.rule is None:
+            self.tally.unknown(place)
+            return
         waits = self._values_wanted(op, args, kwargs)
         if waits:
             self._wait(op, args, kwargs, out, waits, place, sample)
@@ -142,10 +153,15 @@ class OpCounter(TorchDispatchMode):
         try:
             call = call_of(op, args, kwargs, out)
             cost, dtype = op.rule.formula(call), rule_dtype(op.rule, call.args)
+            if self._zeros.in_product(op.name, args):
+                cost = Cost(0, 0, cost.executed)
         except (LookupError, ValueError, TypeError, ArithmeticError) as error:
             self.tally.notes[f"{op.name} was not counted: {error}"] += 1
+            self.tally.unknown(place)
             return
         self.tally.add(op.name, op.rule.family, dtype, cost, place)
+        if place.role == BACKWARD and makes_differentiable(op.rule.family):
+            self.tally.notes[_DIFFERENTIABLE_LSTM] += 1
         sample.covered = True
         self._ask_torch(op, args, kwargs, out)
 
@@ -174,7 +190,10 @@ class OpCounter(TorchDispatchMode):
         place: Place,
         sample: Sample,
     ) -> None:
-        """Puts an op aside until the contents of a tensor can be read without making the step wait."""
+        """Puts an op aside until the contents of a tensor can be read without making the step wait.
+
+        Contents that cannot be read at all are left out: the formula decides whether it can do without.
+        """
         kept = {name: self._keep(t) for name, t in waits.items()}
         call = call_of(op, args, kwargs, out)
         rule = op.rule
@@ -184,7 +203,11 @@ class OpCounter(TorchDispatchMode):
 
         def resolve() -> tuple[Cost, str] | None:
             try:
-                values = {name: _contents(t) for name, t in kept.items()}
+                values = {
+                    name: contents
+                    for name, tensor in kept.items()
+                    if (contents := self._contents(tensor)) is not None
+                }
                 full = Call(call.name, {**call.args, **_with_values(call, values)}, call.outs)
                 return rule.formula(full), rule_dtype(rule, full.args)
             except Exception as error:
@@ -198,6 +221,14 @@ class OpCounter(TorchDispatchMode):
         if self._in_place or isinstance(tensor, FakeTensor) or (tensor.is_cuda and capturing()):
             return tensor
         return tensor.detach().clone()
+
+    def _contents(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """Returns what a small tensor holds, None where nothing is there to be read."""
+        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+            return None
+        if tensor.is_cuda and capturing():
+            return None
+        return tuple(int(v) for v in tensor.flatten().tolist())
 
     def _ask_torch(
         self, op: Op, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any
@@ -223,6 +254,10 @@ class CaptureMode(OpCounter):
         """Tells Dynamo that this mode is no reason to run eagerly."""
         return True
 
+    def _contents(self, tensor: torch.Tensor) -> tuple[int, ...] | None:
+        """Returns None: what is captured has not run, so its tensors hold nothing yet, and other lengths later."""
+        return None
+
 
 def _with_values(call: Call, values: Mapping[str, tuple[int, ...]]) -> dict[str, object]:
     return {
@@ -230,11 +265,3 @@ def _with_values(call: Call, values: Mapping[str, tuple[int, ...]]) -> dict[str,
         for name in values
         if (operand := call.maybe(name)) is not None
     }
-
-
-def _contents(tensor: torch.Tensor) -> tuple[int, ...]:
-    if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-        raise LookupError("its lengths or blocks are not visible without the data")
-    if tensor.is_cuda and capturing():
-        raise LookupError("its lengths or blocks cannot be read while a CUDA graph is captured")
-    return tuple(int(v) for v in tensor.flatten().tolist())

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 
-from flopwise.flops.call import Call, Operand
+from flopwise.flops.call import WANTED, Call, Operand
 from flopwise.flops.dtypes import Precision
-from flopwise.flops.table import RULES, Rule
+from flopwise.flops.table import Rule, rule_of
 from flopwise.flops.zero import is_view, is_zero
 
 _BACKENDS = ("CPU", "CUDA", "MPS", "XPU", "PrivateUse1")
@@ -35,10 +35,10 @@ def look_up(func: Any) -> Op:
     """Returns what is known about an overload or a higher-order op."""
     if isinstance(func, HigherOrderOperator):
         name = f"higher_order::{func.name()}"
-        rule, names = RULES.get(name), tuple(_HIGHER_ORDER_ARGS.get(name, "").split())
+        rule, names = rule_of(name), tuple(_HIGHER_ORDER_ARGS.get(name, "").split())
         return Op(name, rule, False, False, names, False, torch_formulas().get(func))
     name = func._schema.name
-    rule, zero = RULES.get(name), is_zero(name)
+    rule, zero = rule_of(name), is_zero(name)
     return Op(
         name,
         rule,
@@ -80,6 +80,8 @@ def call_of(
     found = named(op, args, kwargs)
     if op.name.startswith("higher_order::flex"):
         found.update(flex_blocks(found.get("block_mask")))
+    if op.rule is not None and op.rule.wanted:
+        found.update(wanted_gradients(op.name))
     values = values or {}
     converted = {name: _convert(value, values.get(name)) for name, value in found.items()}
     outs = out if isinstance(out, (tuple, list)) else (out,)
@@ -109,6 +111,37 @@ def flex_blocks(block_mask: Any) -> dict[str, Any]:
         "block_q": sizes[-2],
         "block_kv": sizes[-1],
     }
+
+
+def wanted_gradients(name: str) -> dict[str, tuple[bool, ...]]:
+    """Returns which operands' gradients autograd asks the running backward op for, nothing where it cannot be told.
+
+    The node that runs has an edge for each differentiable argument of its forward op, in the order of the schema. It
+    leads nowhere for an argument that needs no gradient, or to a node that this pass leaves out. Only nodes of torch's
+    own ops are read: the edges of a function in Python follow its own signature.
+    """
+    node = torch._C._current_autograd_node()
+    words = name.rpartition("::")[2].removesuffix("_backward").split("_")
+    if node is None or not node.name().startswith("".join(w.title() for w in words) + "Backward"):
+        return {}
+    return {WANTED: tuple(_is_wanted(function) for function, _ in node.next_functions)}
+
+
+def makes_differentiable(family: str) -> bool:
+    """Returns whether a product belongs to the gradients of a oneDNN LSTM that are to be differentiated again."""
+    if family != "matmul" or not torch.is_grad_enabled():
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name().startswith("MkldnnRnnLayerBackward")
+
+
+def _is_wanted(function: Any) -> bool:
+    if function is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(function))
+    except RuntimeError:  # a leaf that torch.autograd.grad was asked for
+        return True
 
 
 def precision_of(device_type: str) -> Precision:

@@ -8,12 +8,21 @@ from dataclasses import dataclass, field
 
 from flopwise.errors import AttachError
 from flopwise.flops.call import Cost
-from flopwise.flops.dtypes import COMPLEX_FACTOR, Precision, executed, is_complex
+from flopwise.flops.dtypes import Precision, executed, real_operations
 from flopwise.flops.table import Rule
 from flopwise.meter.count_clock import Sample, shares
 from flopwise.meter.count_roles import BACKWARD, FORWARD, OPTIMIZER, REPEATED
 from flopwise.records.rank import FlopCount
 from flopwise.units import count, percent
+
+_UNASKED = "computed {} of gradients that nobody asked for"
+_UNNEEDED = {
+    "attention": "fused attention computed {} in its backward pass that the model does not ask for (the scores again, "
+    "gradients that nobody wants)",
+    "recurrent": f"fused recurrent layers {_UNASKED} (of their first input, of the state before the first step)",
+    "convolution": "convolutions computed {} of gradients or with operands known to be zero",
+    "matmul": "products with operands known to be zero (forward-mode gradients) took {}",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,9 @@ class Tally:
     executed: Counter[str] = field(default_factory=Counter)
     by_op: Counter[str] = field(default_factory=Counter)
     by_role: Counter[str] = field(default_factory=Counter)
+    unneeded: Counter[str] = field(
+        default_factory=Counter
+    )  # by family: what a kernel does beyond what the model asks for
     ours: Counter[str] = field(
         default_factory=Counter
     )  # executed FLOPs by op, to hold against torch's
@@ -56,13 +68,15 @@ class Tally:
     pending: list[Pending] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
     devices: dict[str, set[str]] = field(default_factory=dict)  # that did FLOPs, by role
+    # Devices whose forward pass had ops without a count.
+    unknown_on: set[str] = field(default_factory=set)
 
     def add(self, name: str, rule_family: str, dtype: str, cost: Cost, place: Place) -> None:
         """Books the cost of one op under its executed dtype and its role."""
         runs_in = executed(dtype, rule_family, place.precision)
         if runs_in is None:
             return  # integers: operations, but not floating-point ones
-        factor = COMPLEX_FACTOR if is_complex(dtype) else 1
+        factor = real_operations(dtype, rule_family)
         self.executed[runs_in] += factor * cost.executed
         self.ours[name] += factor * cost.executed
         self.by_role[place.role] += factor * cost.executed
@@ -74,15 +88,23 @@ class Tally:
             self.needed[runs_in] += factor * cost.needed
             self.needed_causal[runs_in] += factor * cost.needed_causal
             self.by_op[name] += factor * cost.needed
+            self.unneeded[rule_family] += factor * (cost.executed - cost.needed)
+
+    def unknown(self, place: Place) -> None:
+        """Notes where an op ran that could not be counted: a forward pass that is known to be incomplete."""
+        if place.role == FORWARD:
+            self.unknown_on.add(place.device)
 
     def resolve(self) -> None:
         """Books the ops that waited for the contents of a tensor."""
         for waiting in self.pending:
             found = waiting.resolve()
-            if found is not None:
-                cost, dtype = found
-                self.add(waiting.name, waiting.family, dtype, cost, waiting.place)
-                waiting.sample.covered = True
+            if found is None:
+                self.unknown(waiting.place)
+                continue
+            cost, dtype = found
+            self.add(waiting.name, waiting.family, dtype, cost, waiting.place)
+            waiting.sample.covered = True
         self.pending.clear()
 
     def count(self, shape: str, method: str) -> FlopCount:
@@ -112,27 +134,21 @@ class Tally:
             uncovered=[f"{name} ({percent(share)})" for name, share in missing.items()],
             by_op={name: n for name, n in self.by_op.most_common() if n},
             cross_check=self._cross_check(),
-            notes=[*self._explain(extra, optimizer), *self.notes],
+            notes=[*self._explain(), *self.notes],
         )
 
-    def _explain(self, extra: int, optimizer: int) -> list[str]:
+    def _explain(self) -> list[str]:
         """Returns notes on the executed FLOPs that are not model FLOPs."""
-        notes = []
-        repeated = self.by_role[REPEATED]
+        done = []
+        repeated, optimizer = self.by_role[REPEATED], self.by_role[OPTIMIZER]
         if repeated:
-            notes.append(
-                f"activation checkpointing repeated {count(repeated)}FLOP: in HFU, not in MFU"
-            )
-        if extra > repeated:
-            notes.append(
-                f"fused attention computed {count(extra - repeated)}FLOP of scores again in its backward pass: "
-                "in HFU, not in MFU"
-            )
+            done.append(f"activation checkpointing repeated {count(repeated)}FLOP")
+        for family, flops in self.unneeded.items():
+            if flops:
+                done.append(_UNNEEDED[family].format(f"{count(flops)}FLOP"))
         if optimizer:
-            notes.append(
-                f"the optimizer itself did {count(optimizer)}FLOP of products: in HFU, not in MFU"
-            )
-        return notes
+            done.append(f"the optimizer itself did {count(optimizer)}FLOP of products")
+        return [f"{what}: in HFU, not in MFU" for what in done]
 
     def _cross_check(self) -> str | None:
         """Returns one line: agreement with torch.utils.flop_counter, or each disagreement by name."""

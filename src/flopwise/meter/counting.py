@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 from flopwise.meter.found import compiled_parts, compiles_own_code
+from flopwise.meter.patches import StaysError, never_compiled, take_out
 from flopwise.meter.rows import COUNTED, EVALUATION
+from flopwise.meter.trainers import in_backward_pass
 from flopwise.records.rank import FlopCount
 
 if TYPE_CHECKING:
@@ -22,6 +27,8 @@ if TYPE_CHECKING:
 
 #: Input shapes that are counted beyond the first, so that a job with many shapes is not slowed for long.
 SHAPES_COUNTED = 8
+#: Steps that are counted in vain before it is given up: one thread had to run all of each.
+COUNTED_IN_VAIN = 3
 
 
 class Counting:
@@ -37,6 +44,11 @@ class Counting:
         self._waited = 0
         self._more = SHAPES_COUNTED
         self.spoiled = False  # a backward raised in the interval that is being counted
+        self._thread = 0  # the one whose ops are being counted: others' are not seen
+        self._elsewhere = False  # a model that is trained was called in another one meanwhile
+        self._in_vain = 0
+        self._is_left = False
+        self._left: list[tuple[int, Any]] = []  # modes that only their own thread can take off
         self._model: tuple[int, int] | None = None  # what was trained when FLOPs were counted first
 
     @property
@@ -49,6 +61,12 @@ class Counting:
         self.tried = True
         if self._compiled():
             self._want_fake = True
+        elif in_backward_pass():
+            self.settled = True
+            self._give_up(
+                "the optimizers step inside the backward pass, so that no moment lies between two steps at which to "
+                "begin counting"
+            )
         else:
             self._start()
 
@@ -90,6 +108,9 @@ class Counting:
                         "the run, and the model is not called where its inputs are seen"
                     )
             return False
+        if self._elsewhere or session.trainers.mixed or get_ident() != self._thread:
+            self._count_in_vain(counter)
+            return True
         session.reads.end(bool(session.interval.flags & EVALUATION))
         try:
             count = counter.stop()
@@ -106,6 +127,23 @@ class Counting:
             self._give_up(f"{type(error).__name__}: {error}")
         self.settled = True
         return True
+
+    def called_elsewhere(self) -> None:
+        """Called where another thread than the one that trains calls a model that is trained, with gradients."""
+        self._elsewhere = True
+
+    def _count_in_vain(self, counter: Any) -> None:
+        self._take_off(counter)
+        self._in_vain += 1
+        if self.settled:
+            return
+        if self._in_vain < COUNTED_IN_VAIN:
+            self.tried = False
+            return
+        self.settled = True
+        self._give_up(
+            "a step is spread over several threads, or moves from one to another, and the ops of only one are seen"
+        )
 
     def check(self) -> None:
         """Voids the counts if the model has other parameters now, or trains others, than when they were made."""
@@ -134,8 +172,57 @@ class Counting:
         """Leaves a count that is under way."""
         counter, self._counter = self._counter, None
         if counter is not None:
-            self._session.reads.abandon()
-            counter.abandon()
+            self._take_off(counter)
+        self.clear_away()
+
+    def leave_behind(self) -> None:
+        """Has what is still on the stack of another thread go when that thread steps an optimizer next."""
+        alive = {thread.ident: thread.name for thread in threading.enumerate()}
+        self._left = [(ident, mode) for ident, mode in self._left if ident in alive]
+        if not self._left or self._is_left:
+            return
+        self._is_left = True
+        names = ", ".join(alive[ident] for ident, _ in self._left)
+        self._session.note(
+            f"could not be taken out yet: a dispatch mode of {names}, which only passes operations on until that "
+            "thread steps an optimizer"
+        )
+
+        def after(*_: Any) -> None:
+            self.clear_away()
+            if not self._left:
+                with contextlib.suppress(StaysError):
+                    take_out(torch_optimizer._global_optimizer_post_hooks, handle.id)
+
+        never_compiled(after, nor_what_it_calls=True)
+        handle = torch_optimizer.register_optimizer_step_post_hook(after)
+
+    def give_up_for_good(self) -> None:
+        """Counts nothing from here on, and forgets what was counted."""
+        self.abandon()
+        self.counts.clear()
+        self.tried = self.settled = True
+        self._want_fake = False
+
+    def clear_away(self) -> None:
+        """Takes off what a count has left on the stack of this thread, that was stopped in another one."""
+        if not self._left:
+            return
+        from flopwise.meter import count_stack
+
+        ident = get_ident()
+        for thread, mode in list(self._left):
+            if thread == ident:
+                self._left.remove((thread, mode))
+                with contextlib.suppress(Exception):
+                    count_stack.remove(mode)
+
+    def _take_off(self, counter: Any) -> None:
+        self._session.reads.abandon()
+        mode = counter._mode
+        counter.abandon()  # of another thread it takes off all but the mode, which only passes ops on from here
+        if mode is not None and get_ident() != self._thread:
+            self._left.append((self._thread, mode))
 
     def _compiled(self) -> bool:
         if compiles_own_code():
@@ -151,6 +238,7 @@ class Counting:
             from flopwise.meter.count import StepCounter
 
             counter = StepCounter("", observer=self._session.reads.saw)
+            self._thread, self._elsewhere = get_ident(), False
             counter.start()
             self._session.reads.begin()
             self._counter = counter

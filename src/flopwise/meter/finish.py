@@ -108,7 +108,12 @@ def leave_message(session: Session, text: str) -> None:
 def build(snapshot: Snapshot) -> RankRecord:
     """Returns the rank record. Waits (without spinning) until the device has passed the last event."""
     session = snapshot.session
-    rows, clock = step_rows(snapshot.rows, session.config.warmup, snapshot.waits)
+    rows, clock = step_rows(
+        snapshot.rows,
+        session.config.warmup,
+        () if session.draws_apart else snapshot.waits,
+        lead=session.enough,
+    )
     on_cuda = session.device.type == "cuda"
     rank, world, local_rank = identity()
     if world == 1 and session.identity is not None:
@@ -116,12 +121,15 @@ def build(snapshot: Snapshot) -> RankRecord:
     index = session.device.index if on_cuda else None
     if on_cuda and index is None:
         index = torch.cuda.current_device()
-    notes = list(session.notes)
+    notes = [*session.notes, *_lacking(session, rows)]
     losses = _finite(snapshot.losses)
     if len(losses) < len(snapshot.losses):
         notes.append(_not_finite(len(losses) + 1, scaled=session.uses_scaler))
+    several = session.trainers.several
     boundary = session.mode or "none"
-    if boundary == "optimizer":
+    if several is not None and boundary != "mark":
+        boundary = session.trainers.boundary
+    elif boundary == "optimizer":
         boundary = session.boundaries.describe()
     elif boundary == "replay":
         boundary = "graph replay"
@@ -178,6 +186,8 @@ def build(snapshot: Snapshot) -> RankRecord:
         counted_from=_counted_from(session, rows),
         float32_matmul_precision=_matmul_precision(),
         surroundings=session.surroundings.record(),
+        several=several,
+        draws_apart=session.draws_apart,
     )
 
 
@@ -185,16 +195,18 @@ def step_rows(
     raw: Sequence[Row | Brief],
     warmup_by_hand: int | None,
     waits: Sequence[tuple[int, int]] = (),
+    *,
+    lead: bool = False,
 ) -> tuple[list[StepRow], str]:
     """Returns the intervals between the step ends in `raw` as step rows, and the clock that timed them.
 
     The first step has no beginning that anyone saw; so n raw rows give n - 1 intervals. `waits` are the waits for data
-    of the brief ones, by their beginnings and ends.
+    of the brief ones, by their beginnings and ends. With `lead` the timed ones stay so that lead slowly.
     """
     last = _last_passed(raw)
     host = [after.end_ns - before.end_ns for before, after in pairwise(raw)]
     spans, mixed = _device_spans(raw, host, last) if last is not None else (host, set())
-    kinds = classify(raw, spans, warmup_by_hand, mixed)
+    kinds = classify(raw, spans, warmup_by_hand, mixed, lead=lead)
     waited = _waited(raw, waits)
     rows = [
         _step_row(row, span, host_ns, kind, data_ns)
@@ -203,6 +215,33 @@ def step_rows(
         )
     ]
     return rows, "cuda events" if last is not None else "host clock"
+
+
+def kinds_so_far(
+    raw: Sequence[Row | Brief], warmup_by_hand: int | None, *, lead: bool
+) -> list[str]:
+    """Returns the kind of each interval while the device may still be at work: what it has not passed, the host timed.
+
+    It waits for nothing.
+    """
+    host = [after.end_ns - before.end_ns for before, after in pairwise(raw)]
+    spans, mixed = host, set[int]()
+    stamped = [i for i, row in enumerate(raw) if _stamp(row) is not None]
+    if stamped:
+        passed = next((i for i in reversed(stamped) if _passed(raw[i])), 0)
+        spans, mixed = _device_spans(raw, host, stamped[-1], passed)
+    kinds = _kinds(raw, mixed)
+    if warmup_by_hand is None and not lead:
+        _drop_slow_lead(kinds, spans)
+    return kinds
+
+
+def _lacking(session: Session, rows: Sequence[StepRow]) -> list[str]:
+    """Returns what is to be said where a script has ended before as many steps were timed as were asked for."""
+    asked, timed = session.config.steps, sum(row.kind == "timed" for row in rows)
+    if asked is None or session.enough or not session.ended or timed >= asked:
+        return []
+    return [f"--steps {asked}: the script ended after {timed} timed steps"]
 
 
 def _waited(raw: Sequence[Row | Brief], waits: Sequence[tuple[int, int]]) -> list[int]:
@@ -246,13 +285,17 @@ def _stamp(row: Row | Brief) -> Stamp | None:
     return row.event if isinstance(row, Row) else None
 
 
+def _passed(row: Row | Brief) -> bool:
+    stamp = _stamp(row)
+    return stamp is not None and stamp.passed()
+
+
 def _last_passed(raw: Sequence[Row | Brief]) -> int | None:
     """Returns the last row whose stamp the device has passed (waits for it, without spinning); None: no device."""
     stamped = [i for i, row in enumerate(raw) if _stamp(row) is not None]
     deadline = time.monotonic() + 15
     while stamped:
-        stamp = _stamp(raw[stamped[-1]])
-        if stamp is None or stamp.passed():
+        if _passed(raw[stamped[-1]]):
             return stamped[-1]
         if time.monotonic() > deadline:  # the device is stuck: what it has passed stands
             stamped.pop()
@@ -262,9 +305,12 @@ def _last_passed(raw: Sequence[Row | Brief]) -> int | None:
 
 
 def _device_spans(
-    raw: Sequence[Row | Brief], host: Sequence[int], last: int
+    raw: Sequence[Row | Brief], host: Sequence[int], last: int, passed: int | None = None
 ) -> tuple[list[int], set[int]]:
     """Returns the device time of each interval, and those of which it cannot be told.
+
+    `last` is the last row whose stamp counts, and `passed` the last that the device is known to have passed, if that
+    is another: between the two the host's time stands in.
 
     Between two stamps the device time is known as a whole. It is split by the host times of the steps in it; that is
     no use where one of them held a pause, since nobody knows how much of the span was the pause's. Nothing is known
@@ -277,12 +323,13 @@ def _device_spans(
         stamp = _stamp(row)
         if stamp is None:
             continue
-        device_ns = stamp.resolve()
-        if start is not None and device_ns is not None:
+        if start is not None:
             inside = range(start, end)  # intervals between the two stamps
+            device_ns = stamp.resolve() if passed is None or end <= passed else None
             total = sum(host[i] for i in inside) or 1
-            for i in inside:
-                spans[i] = round(device_ns * host[i] / total)
+            if device_ns is not None:
+                for i in inside:
+                    spans[i] = round(device_ns * host[i] / total)
             if len(inside) > 1 and any(raw[i + 1].flags & ~TIMED & ~SKIPPED for i in inside):
                 mixed.update(i for i in inside if not raw[i + 1].flags & ~TIMED & ~SKIPPED)
         start = end
@@ -294,8 +341,21 @@ def classify(
     spans: Sequence[int],
     warmup_by_hand: int | None,
     mixed: Collection[int] = (),
+    *,
+    lead: bool = False,
 ) -> list[str]:
-    """Returns the kind of each interval (one fewer than rows): what it is, and so whether it is measured."""
+    """Returns the kind of each interval (one fewer than rows): what it is, and so whether it is measured.
+
+    With `lead` the timed ones stay so that lead slowly: the meter has given up those that it could make up for.
+    """
+    kinds = _kinds(raw, mixed)
+    _use_what_there_is(kinds, 3 if warmup_by_hand is None else warmup_by_hand)
+    if warmup_by_hand is None and not lead:
+        _drop_slow_lead(kinds, spans)
+    return kinds
+
+
+def _kinds(raw: Sequence[Row | Brief], mixed: Collection[int]) -> list[str]:
     flags = [row.flags for row in raw[1:]]
     n = len(flags)
     pauses = []
@@ -316,9 +376,6 @@ def classify(
                 kinds.append("mixed" if i in mixed else "timed")
             else:
                 kinds.append("warmup")
-    _use_what_there_is(kinds, 3 if warmup_by_hand is None else warmup_by_hand)
-    if warmup_by_hand is None:
-        _drop_slow_lead(kinds, spans)
     return kinds
 
 

@@ -33,9 +33,10 @@ class FreshGradients:
 
     def backward_ended(self) -> None:
         """Remembers what the parameter looks like now."""
-        if self.leaf is not None:
-            grad = self.leaf.grad
-            self._version = self.leaf._version
+        leaf = self.leaf
+        if leaf is not None:
+            grad = leaf.grad
+            self._version = leaf._version
             self._grad_version = grad._version if grad is not None else -1
 
     def forget(self) -> None:

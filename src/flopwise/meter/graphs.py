@@ -84,7 +84,7 @@ class Graphs:
         def replay(graph: Any) -> Any:
             result = original(graph)
             if numbers and self._session.live and id(graph) in numbers:
-                self._session.graph_replayed(now())
+                self._session.graph_replayed(graph, now())
             return result
 
         return replay

@@ -7,8 +7,11 @@ else. Each passes its call straight through once the session is no longer live.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +20,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flopwise.meter.found import describe_batch, real_tokens
-from flopwise.meter.patches import never_compiled
+from flopwise.meter.patches import never_compiled, take_out
 from flopwise.meter.rows import EPOCH, EVALUATION, SAVE, SKIPPED
+from flopwise.meter.watch import unwatched
 
 if TYPE_CHECKING:
     from flopwise.meter.session import Session
@@ -31,6 +35,13 @@ LOSSES_KEPT = 64
 Wrapped = Callable[..., Any]
 
 
+class _Inside(threading.local):
+    """The optimizers inside their step, of one thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[int] = []
+
+
 class Hooks:
     """The hooks of one session."""
 
@@ -38,7 +49,8 @@ class Hooks:
         self._session = session
         self.nested = False  # an optimizer has stepped inside another one's step
         self.in_backward = False
-        self._stack: list[int] = []  # optimizers inside their step
+        self._backward_thread = 0
+        self._inside = _Inside()
         self._optimizer_from = 0
         self._backward_in_optimizer_ns = 0
 
@@ -46,10 +58,22 @@ class Hooks:
         """Puts every hook in, each one known to the session's patches."""
         patches = self._session.patches
         before, after = self._around_optimizers()
-        handle = torch_optimizer.register_optimizer_step_pre_hook(before)
-        patches.hold(handle.remove, "hook: every optimizer, before step")
-        handle = torch_optimizer.register_optimizer_step_post_hook(after)
-        patches.hold(handle.remove, "hook: every optimizer, after step")
+        for hooks, register, hook, when in (
+            (
+                torch_optimizer._global_optimizer_pre_hooks,
+                torch_optimizer.register_optimizer_step_pre_hook,
+                before,
+                "before",
+            ),
+            (
+                torch_optimizer._global_optimizer_post_hooks,
+                torch_optimizer.register_optimizer_step_post_hook,
+                after,
+                "after",
+            ),
+        ):
+            key = register(hook).id
+            patches.hold(partial(take_out, hooks, key), f"hook: every optimizer, {when} step")
         wrappers: tuple[tuple[Any, str, Callable[[Wrapped], Wrapped], str], ...] = (
             (torch.autograd, "backward", self._backward, "torch.autograd.backward"),
             (_BaseDataLoaderIter, "__next__", self._next_batch, "DataLoader iterator __next__"),
@@ -57,6 +81,7 @@ class Hooks:
             (torch.amp.GradScaler, "step", self._scaler_step, "GradScaler.step"),
             (torch, "save", self._flagging(SAVE), "torch.save"),
             (torch.nn.Module, "eval", self._flagging(EVALUATION), "Module.eval"),
+            (torch.nn.Module, "_replicate_for_data_parallel", _replica, "replicas of a module"),
         )
         for owner, name, wrap, label in wrappers:
             original = getattr(owner, name)
@@ -80,7 +105,7 @@ class Hooks:
             if fast.on or not session.live or (session.brief and not self.nested):
                 return
             started = now()
-            stack, key = self._stack, id(optimizer)
+            stack, key = self._inside.stack, id(optimizer)
             if (
                 stack
             ):  # one inside another, or its class calls super().step(), or its last step raised
@@ -110,7 +135,7 @@ class Hooks:
                 if not session.graphs.capturing:
                     session.optimizer_stepped(optimizer, started)
                 return
-            stack, key = self._stack, id(optimizer)
+            stack, key = self._inside.stack, id(optimizer)
             if key not in stack:
                 return
             del stack[stack.index(key) :]
@@ -131,10 +156,15 @@ class Hooks:
         session, interval = self._session, self._session.interval
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if session.brief or not session.live or self.in_backward:
+            if session.brief or not session.live:
+                return original(tensors, *args, **kwargs)
+            if self.in_backward:
+                if get_ident() != self._backward_thread:
+                    session.guard(session.trainers.overlapped)
                 return original(tensors, *args, **kwargs)
             started = now()
             session.guard(self._backward_starts, tensors, started)
+            self._backward_thread = get_ident()
             self.in_backward = True
             entered = now()
             try:
@@ -147,7 +177,7 @@ class Hooks:
                 self.in_backward = False
                 interval.backward_ns += left - entered
                 interval.backwards += 1
-                if self._stack:
+                if self._inside.stack:
                     self._backward_in_optimizer_ns += left - started
                 session.fresh.backward_ended()
                 interval.own_ns += now() - left + entered - started
@@ -157,6 +187,7 @@ class Hooks:
     def _backward_starts(self, tensors: Any, started: int) -> None:
         session = self._session
         session.backward_starts(tensors, started)
+        session.trainers.backward_begins()
         interval = session.interval
         interval.calls += 1
         if interval.forward_from_ns:
@@ -187,15 +218,20 @@ class Hooks:
         return __next__
 
     def _batch_arrived(self, batch: Any, entered: int, left: int) -> None:
-        self._stack.clear()  # a step that raised was left behind
+        self._inside.stack.clear()  # a step that raised was left behind
         session = self._session
         interval, reading = session.interval, session.reading
         interval.calls += 1
+        apart = session.trainers.is_other()
         if not torch.is_grad_enabled():
-            interval.flags |= EVALUATION
-            interval.pause_ns += left - entered
+            if not apart:
+                interval.flags |= EVALUATION
+                interval.pause_ns += left - entered
             return
-        interval.data_ns += left - entered
+        if apart:
+            session.draws_apart = True  # whoever trains does not wait here
+        else:
+            interval.data_ns += left - entered
         found = describe_batch(batch)
         if found.samples is not None:
             interval.loader_samples += found.samples
@@ -206,7 +242,7 @@ class Hooks:
                 interval.real_known = False
             else:
                 interval.real_tokens += real
-        if not interval.backwards and not interval.forward_from_ns:
+        if not apart and not interval.backwards and not interval.forward_from_ns:
             interval.data_dry = session.device_ran_dry()
         interval.own_ns += now() - left
 
@@ -244,7 +280,7 @@ class Hooks:
             before = session.events
             result = original(scaler, optimizer, *args, **kwargs)
             session.guard(session.leave_sole)
-            if session.live and session.events == before and not self._stack:
+            if session.live and session.events == before and not self._inside.stack:
                 session.interval.flags |= SKIPPED
                 session.optimizer_stepped(optimizer, now())
             return result
@@ -268,6 +304,15 @@ class Hooks:
             return flagged
 
         return wrap
+
+
+def _replica(original: Wrapped) -> Wrapped:
+    """Has the replicas of a watched module (nn.DataParallel) be themselves: the watch calls the one it was put on."""
+
+    def _replicate_for_data_parallel(module: Any) -> Any:
+        return unwatched(original(module))
+
+    return _replicate_for_data_parallel
 
 
 def _like(replacement: Wrapped, original: Wrapped) -> Wrapped:

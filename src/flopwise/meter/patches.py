@@ -46,9 +46,39 @@ class Patches:
         while self._undo:
             try:
                 self._undo.pop()()
+            except StaysError as error:
+                failures.append(str(error))
             except Exception as error:
                 failures.append(f"{type(error).__name__}: {error}")
         return failures
+
+
+def take_out(hooks: dict[int, Any], key: int) -> None:
+    """Takes a hook out of an ordered dictionary of torch's, also while torch runs the hooks in it.
+
+    The last one can go at any time. Another must not: who runs the hooks would then raise. An empty one takes its
+    place, for good.
+
+    Raises:
+        StaysError: an empty one stays.
+    """
+    if key not in hooks:
+        return
+    if next(reversed(hooks)) == key:
+        del hooks[key]
+    else:
+        hooks[key] = _nothing
+        raise StaysError(
+            "the script has put a hook behind ours, so an empty one stays in our place"
+        )
+
+
+class StaysError(Exception):
+    """Something of ours stays behind, and does nothing."""
+
+
+def _nothing(*_: Any) -> None:
+    return None
 
 
 def never_compiled(function: Callable[..., Any], *, nor_what_it_calls: bool) -> Callable[..., Any]:
@@ -67,3 +97,6 @@ def never_compiled(function: Callable[..., Any], *, nor_what_it_calls: bool) -> 
     except (ImportError, AttributeError, TypeError):
         pass  # then a compiled optimizer step has more graph breaks, and is still right
     return function
+
+
+never_compiled(_nothing, nor_what_it_calls=True)

@@ -153,7 +153,8 @@ class Roots:
         if not session.live:
             return
         if not torch.is_grad_enabled():
-            session.interval.flags |= EVALUATION
+            if not session.trainers.is_other():
+                session.interval.flags |= EVALUATION
             return
         if session.brief:
             return
@@ -163,6 +164,9 @@ class Roots:
         interval = session.interval
         try:
             self._calls += 1
+            if session.trainers.is_other():
+                session.counting.called_elsewhere()
+                return
             interval.calls += 1
             first = interval.forward_from_ns == 0
             if first:

@@ -17,11 +17,12 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 
-from flopwise.meter import finish, marks, selftest
+from flopwise.meter import ending, finish, marks, selftest
 from flopwise.meter.clock import DeviceClock
 from flopwise.meter.config import Config, StopTraining
 from flopwise.meter.counting import Counting
@@ -44,6 +45,7 @@ from flopwise.meter.rows import (
 )
 from flopwise.meter.steps import Boundaries
 from flopwise.meter.surroundings import Surroundings
+from flopwise.meter.trainers import Trainers
 from flopwise.meter.window import Window
 
 now = time.perf_counter_ns
@@ -94,6 +96,11 @@ class Session:
         self.window = Window(self)
         self.reads = Reads(self)
         self.surroundings = Surroundings(self)
+        self.trainers = Trainers(self)
+        self.stepper = (
+            0  # thread of the last optimizer step, a thread of autograd's maybe; -1: several train
+        )
+        self.draws_apart = False  # a thread that does not train has drawn batches
         self.observers: list[Callable[[Session, Row], None]] = []
         self.record: Any = None
         self.pid = os.getpid()
@@ -115,6 +122,9 @@ class Session:
         self._clock: DeviceClock | None = None
         self._frames = 0
         self._timed = 0
+        self._slow = 0  # leading steps taken out of the timed ones for good
+        self.enough = False  # as many steps are timed as were wanted
+        self.ended = False  # the script has
         self._first_replay = 0  # row from which steps are replays of a CUDA graph
         self._timed_from_ns = 0
         self.brief = False  # the running interval is only counted
@@ -190,6 +200,12 @@ class Session:
                 self.note(f"could not be taken out: {type(error).__name__}: {error}")
         for failure in self.patches.undo():
             self.note(f"a patch could not be undone: {failure}")
+        self.counting.leave_behind()
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether more steps are wanted."""
+        return self.live and self.phase in (WARMUP, MEASURING)
 
     @property
     def in_backward(self) -> bool:
@@ -207,8 +223,10 @@ class Session:
 
     def settle(self) -> None:
         """The script has ended: settles how many steps it made."""
+        self.ended = True
+        self.trainers.script_ended()
         self.boundaries.close()
-        if (
+        if self.trainers.several is None and (
             self.mode in (None, "backward")
             and self.fresh.leaf is not None
             and self.interval.backwards
@@ -232,6 +250,9 @@ class Session:
             self.leave_sole()
             self._restart("mark")
         self.boundaries.total += 1
+        if self.trainers.several is not None:
+            self.guard(self.trainers.book, started)
+            return
         self.guard(self._boundary, started)
 
     def backward_starts(self, tensors: Any, started: int) -> None:
@@ -251,6 +272,9 @@ class Session:
         if self.mode in ("mark", "replay"):
             return
         try:
+            ident = get_ident()
+            if ident != self.stepper and self.trainers.changed(optimizer, ident, started):
+                return
             if self.mode == "backward":
                 self._restart("optimizer")
             self.mode = "optimizer"
@@ -258,8 +282,7 @@ class Session:
                 found_inf = getattr(optimizer, "found_inf", None)
                 if found_inf is not None:
                     self.interval.found_inf = found_inf
-            key = id(optimizer)
-            identity = self._identities.get(key)
+            identity = self._identities.get(id(optimizer))
             if identity is None:
                 identity = self._identify(optimizer)
             settled = self.boundaries.settled
@@ -276,11 +299,17 @@ class Session:
         except Exception as error:
             self.fail(error)
 
-    def graph_replayed(self, started: int) -> None:
+    def graph_replayed(self, graph: Any, started: int) -> None:
         """A CUDA graph that holds an optimizer step was replayed: that is a step."""
         self.events += 1
         if self.mode == "mark":
             return
+        ident = get_ident()
+        try:
+            if ident != self.stepper and self.trainers.changed(graph, ident, started):
+                return
+        except Exception as error:
+            self.fail(error)
         if self.mode != "replay":
             self.leave_sole()
             self.mode = "replay"
@@ -303,6 +332,42 @@ class Session:
         self._timed = 0
         self.counting.restart()
         self.roots.restart()
+
+    def forget_steps(self) -> None:
+        """Several threads train: what was cut into steps is dropped, and what is seen from here on is only counted."""
+        self.leave_sole()
+        self.counting.give_up_for_good()
+        self.roots.release()
+        self.roots.settled = True
+        self.fresh.forget()
+        total = self.boundaries.total if self.mode in ("mark", "backward") else self.events
+        self.boundaries = Boundaries()
+        self.boundaries.total = total
+        self.boundaries.settled = True
+        self.rows, self.waits, self.losses = [], [], []
+        self.interval.clear()
+        self._timed = self._slow = 0
+        self._timed_from_ns = now()
+        self.window.prepare()
+        self.window.begin()
+        if self.plan is not None:
+            self.plan = None
+            self.note("the plan was not applied: several threads train")
+        self.only_count()
+
+    def only_count(self) -> None:
+        """Has every hook of ours but those at the ends of steps pass its calls on, whatever was under way."""
+        self.leave_sole()
+        self.fast.sole = 0
+        self.stepper = -1
+        self.phase = MEASURING
+        self.brief = True
+        self.counting.abandon()
+
+    def identity_of(self, optimizer: Any) -> int:
+        """Returns what tells an optimizer from others."""
+        identity = self._identities.get(id(optimizer))
+        return self._identify(optimizer) if identity is None else identity
 
     def _identify(self, optimizer: Any) -> int:
         """Returns the identity of an optimizer not met before.
@@ -429,11 +494,20 @@ class Session:
     def _boundary(self, started: int) -> None:
         if self.brief:
             self._brief_boundary(started)
-            return
+        else:
+            with self.trainers.lock:
+                self._close_boundary(started)
+
+    def _close_boundary(self, started: int) -> None:
+        """The end of a step that is looked at closely."""
         interval = self.interval
         if self.phase == STOPPING:
             self._stop_if_due()
             return
+        if self.trainers.interval_ended():
+            self.trainers.book(started)
+            return
+        self.counting.clear_away()
         event = None
         if self.device.type == "cuda":
             if self._clock is None:
@@ -472,7 +546,7 @@ class Session:
         self.rows.append(row)
         self._last_event = event
         if self.phase == MEASURING:
-            self._measured(row, started)
+            self.measured(row, started)
         elif self.phase == WARMUP and not counted:
             self._warm_up(started)
         for observer in self.observers:
@@ -542,23 +616,44 @@ class Session:
         spans = [b.end_ns - a.end_ns for a, b in zip(self.rows[-4:], last, strict=False)]
         return max(spans) <= 1.25 * min(spans) or n >= 20
 
-    def _measured(self, row: Row, started: int) -> None:
+    def measured(self, row: Row | Brief, started: int) -> None:
+        """A step of the timed window has ended; completes the measurement if it was the last."""
         if row.flags & (COUNTED | COMPILED | SAVE):
             return
         self._timed += 1
-        config = self.config
         elapsed_s = (started - self._timed_from_ns) * 1e-9
-        if config.steps is not None:
-            done = self._timed >= config.steps
-        else:
-            done = self._timed >= config.default_steps and elapsed_s >= config.min_window_s
-            done = done or (self._timed >= FIRST_RECORD_STEPS and elapsed_s >= config.max_window_s)
-        if done:
-            self._complete()
+        if self._done(elapsed_s):
+            self._recount()
+            if self._done(elapsed_s):
+                self._complete()
+            else:
+                self.interval.flags |= COUNTED
         elif self._first_record_due(elapsed_s):
             self._written_at = self._timed
             self.interval.flags |= COUNTED
             self._write_later("partial: still measuring")
+
+    def _done(self, elapsed_s: float) -> bool:
+        config = self.config
+        if config.steps is not None:
+            return self._timed >= config.steps
+        if self._timed >= FIRST_RECORD_STEPS and elapsed_s >= config.max_window_s:
+            return True
+        return self._timed >= config.default_steps and elapsed_s >= config.min_window_s
+
+    def _recount(self) -> None:
+        """Counts as timed what the record will: pauses are not, and what leads slowly is warm-up from here on.
+
+        More is timed in its place. Where steps get faster for ever, no more is given up than was wanted.
+        """
+        wanted = self.config.steps or self.config.default_steps
+        kinds = finish.kinds_so_far(self.rows, self.config.warmup, lead=self._slow >= wanted)
+        for i, kind in enumerate(kinds, start=1):
+            row = self.rows[i]
+            if kind == "warmup" and row.flags & TIMED:
+                self.rows[i] = row._replace(flags=row.flags & ~TIMED)
+                self._slow += 1
+        self._timed = kinds.count("timed")
 
     def _first_record_due(self, elapsed_s: float) -> bool:
         if self.config.folder is None:
@@ -568,13 +663,18 @@ class Session:
         return self._written_at <= FIRST_RECORD_STEPS and elapsed_s >= 55
 
     def _complete(self) -> None:
+        self.enough = True
         self.window.close()
         self.surroundings.close()
         self.counting.check()
-        if self.config.stop_after:
+        several = self.trainers.several is not None
+        if self.config.stop_after and not several:
             self.phase = STOPPING
             self.roots.release()
         else:
+            if self.config.stop_after:
+                self.note("--stop-after: several threads train, so the script was not ended")
+                finish.refuse_to_stop(self)
             self.detach()
         self._write_later("complete")
 
@@ -592,6 +692,9 @@ class Session:
                 self.note("--stop-after: another rank's meter failed, so the script was not ended")
                 return
             finish.leave_together(self)
+            if threading.current_thread() is not threading.main_thread():
+                ending.end_if_it_waits()
+                raise SystemExit(0)  # what a thread may end with in silence is this class alone
             raise StopTraining
 
     # ------------------------------------------------------------------ the record

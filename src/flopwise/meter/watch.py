@@ -64,4 +64,16 @@ class Watch:
             vars(module)[self._name] = self.found
 
 
+def unwatched(copy: nn.Module) -> nn.Module:
+    """Returns a module that has got its attributes from another one, without the other one's watch."""
+    for name in (SLOT, "forward"):
+        watch = vars(copy).get(name)
+        if isinstance(watch, Watch):
+            if watch.found is _ABSENT:
+                del vars(copy)[name]
+            else:
+                vars(copy)[name] = watch.found
+    return copy
+
+
 never_compiled(Watch.__call__, nor_what_it_calls=False)

@@ -129,3 +129,7 @@ class RankRecord:
         ""  # where its ranks meet (address, port, torchrun's id and restart), "" for one alone
     )
     surroundings: Surroundings | None = None  # None: not looked at
+    several: str | None = (
+        None  # several threads trained, and only step ends are known: what was seen; None: one
+    )
+    draws_apart: bool = False  # batches were drawn in a thread that did not train

@@ -64,7 +64,9 @@ class Steps:
     skipped_by_scaler: int  # timed iterations whose update a GradScaler skipped: time, but no FLOPs
     boundary: str  # what ended a step: "optimizer" | "optimizer cycle of N" | "backward" | "graph replay" | "mark"
     warmup_rule: str  # the rule, in words, with its numbers
-    micro_batches: float  # backward passes per step, mean over the timed steps
+    micro_batches: (
+        float | None
+    )  # backward passes per step, mean over the timed steps; None: not seen
     strata: list[Stratum] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
     by_hand: bool = False  # --warmup was given
@@ -128,15 +130,16 @@ class Mfu:
 class Phases:
     """Where the host spent the step, seconds per step (mean), from host timers only.
 
-    On a GPU forward, backward and optimizer are the time to *issue* the work, not the time to do it.
+    On a GPU forward, backward and optimizer are the time to *issue* the work, not the time to do it. All of it is
+    `other_s` where several threads train.
     """
 
-    data_s: float  # inside next(loader)
+    data_s: float | None  # inside next(loader)
     forward_s: float | None  # None: the root module could not be watched
-    backward_s: float
-    optimizer_s: float
-    other_s: float  # the rest: loss, logging, copies, Python; includes forward where that is None
-    data_frac: float
+    backward_s: float | None
+    optimizer_s: float | None
+    other_s: float  # the rest: loss, logging, copies, Python; includes what is None
+    data_frac: float | None
     device_idle_at_data_frac: float | None  # waits at whose end the device was dry; None on CPU
     verdict: str | None  # e.g. "input-bound: 61 % of the step waits for data"
 
@@ -200,7 +203,7 @@ class RankSummary:
     pid: int
     steps: int
     step_s_mean: float
-    data_s: float
+    data_s: float | None  # None: several threads train
     status: str  # "complete" | "partial: ..." | "missing"
 
 

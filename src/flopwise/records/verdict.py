@@ -57,6 +57,7 @@ class Trial:
     comparison: Comparison | None = None
     parity: Parity | None = None
     setting: dict[str, str] = field(default_factory=dict)
+    warmup_s: float | None = None  # from switching it on to steady steps, compilation included
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,17 @@ class Proof:
     mfu_old: float | None = None  # mean over the processes of the arm; None: not known of all
     mfu_new: float | None = None
     losses: str | None = None  # how the losses of a later step of the arms differ, in words
+
+
+@dataclass(frozen=True)
+class TimeUse:
+    """What the time of a tune went into, in seconds."""
+
+    budget_s: float  # what was given
+    baseline_s: float
+    trials_s: float
+    proof_s: float
+    reserved_s: float  # what was set aside for the proof
 
 
 @dataclass(frozen=True)
@@ -94,3 +106,4 @@ class TuneRecord:
     plan: str | None  # path of plan.toml
     wall_s: float
     notes: list[str]
+    time: TimeUse | None = None  # None: written before it was kept

@@ -210,7 +210,7 @@ def _basis(screen: Screen, record: RunRecord) -> None:
 
 def _steps(steps: Steps) -> list[Piece]:
     items: list[Piece] = [f"a step ends with: {steps.boundary}"]
-    if steps.micro_batches != 1:
+    if steps.micro_batches is not None and steps.micro_batches != 1:
         items.append(figures.number(steps.micro_batches, "micro-batches a step"))
     if steps.skipped_by_scaler:
         skipped = f"{steps.skipped_by_scaler} skipped by the GradScaler: time, but no FLOPs"

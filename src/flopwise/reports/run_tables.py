@@ -89,7 +89,7 @@ def ranks(screen: Screen, record: RunRecord) -> None:
             str(rank.pid),
             str(rank.steps),
             figures.duration(rank.step_s_mean) if rank.steps else "-",
-            figures.duration(rank.data_s) if rank.steps else "-",
+            figures.duration(rank.data_s) if rank.steps and rank.data_s is not None else "-",
             (rank.status, "" if rank.status == "complete" else WARN),
         ]
         for rank in shown

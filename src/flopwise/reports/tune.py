@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from flopwise.records.verdict import Comparison, Proof, Trial, TuneRecord
+from flopwise.records.verdict import Comparison, Proof, TimeUse, Trial, TuneRecord
 from flopwise.reports import figures
 from flopwise.reports.run import command_line
-from flopwise.reports.screen import Column, Piece, Screen
+from flopwise.reports.screen import WARN, Column, Piece, Screen
 from flopwise.trials.compare import withheld
 
 _VERDICT_STYLES = {"kept": "bold green", "not kept": "yellow", "declined": "dim"}
@@ -25,6 +25,8 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
     screen.flow("after", _side(record.final_step_s, record.final_mfu))
     screen.flow("proof", _proof(record), style="bold")
     screen.flow("A/A control", _control(record))
+    if record.time is not None:
+        screen.flow("time", _time(record.time, record.wall_s))
     screen.blank()
     _trials(screen, record.trials)
     screen.blank()
@@ -34,7 +36,8 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
     if record.plan is not None:
         plan = shlex.join(["flopwise", "run", "--plan", record.plan])
         screen.flow("take home", [f"{plan} {shlex.join(_script_words(record))}"])
-    screen.flow("saved", [*([record.plan] if record.plan is not None else []), *saved])
+    plans = [record.plan] if record.plan is not None else []
+    screen.flow("saved", list(dict.fromkeys([*plans, *saved])))
     screen.flow("measured", [f"{record.created} by flopwise {record.flopwise}"])
 
 
@@ -56,8 +59,10 @@ def _side(step_s: float | None, mfu: float | None) -> list[Piece]:
 def _proof(record: TuneRecord) -> list[Piece]:
     proof = record.proof
     if proof is None:
-        tried = any(trial.verdict == "kept" for trial in record.trials)
-        return ["not run" if tried else "none: no fix was kept"]
+        if not any(trial.verdict == "kept" for trial in record.trials):
+            return ["none: no fix was kept"]
+        begun = record.time is not None and record.time.proof_s > 0
+        return ["came to no end, see the notes" if begun else "not run"]
     sure = proof.comparison.outcome == "faster"
     return [
         (_outcome(proof.comparison), "bold green" if sure else "bold yellow"),
@@ -92,6 +97,22 @@ def _control(record: TuneRecord) -> list[Piece]:
     return items
 
 
+def _time(use: TimeUse, wall_s: float) -> list[Piece]:
+    left_s = use.budget_s - wall_s
+    rest: Piece = "used up"
+    if left_s >= 1:
+        rest = f"{figures.duration(left_s)} of it left"
+    elif left_s <= -1:
+        rest = (f"{figures.duration(-left_s)} over it", WARN)
+    proof = f"proof {figures.duration(use.proof_s)}" if use.proof_s else "no proof"
+    return [
+        f"budget {figures.duration(use.budget_s)}: as it is {figures.duration(use.baseline_s)}",
+        f"trials {figures.duration(use.trials_s)}",
+        f"{proof} ({figures.duration(use.reserved_s)} were set aside)",
+        rest,
+    ]
+
+
 def _trials(screen: Screen, trials: Sequence[Trial]) -> None:
     if not trials:
         screen.line("no fix was tried")
@@ -109,11 +130,16 @@ def _trials(screen: Screen, trials: Sequence[Trial]) -> None:
 def _row(trial: Trial) -> list[Piece]:
     return [
         f"{trial.fix} {trial.name}",
-        (trial.verdict, _VERDICT_STYLES.get(trial.verdict, "")),
+        (_verdict(trial), _VERDICT_STYLES.get(trial.verdict, "")),
         "-" if trial.ratio is None else figures.ratio(trial.ratio, trial.ci95),
         _numerics(trial),
         _why(trial),
     ]
+
+
+def _verdict(trial: Trial) -> str:
+    slower = trial.comparison is not None and trial.comparison.outcome == "slower"
+    return f"{trial.verdict}: slower" if slower else trial.verdict
 
 
 def _numerics(trial: Trial) -> Piece:
@@ -132,6 +158,10 @@ def _why(trial: Trial) -> str:
     if trial.comparison is not None and undecided and not withheld(trial.comparison):
         least = figures.percent(trial.comparison.minimum_detectable_frac)
         parts.append(f"a gain of {least} would have shown")
-    if trial.parity is not None and not trial.parity.passed:
+    if (
+        trial.parity is not None
+        and not trial.parity.passed
+        and trial.parity.detail not in trial.reason
+    ):
         parts.append(trial.parity.detail)
     return "; ".join(part for part in parts if part)

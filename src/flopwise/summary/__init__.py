@@ -44,7 +44,9 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
     steps = steps_of(lead, timed[lead.rank], step_s)
     missing = missing_ranks(ranks, ranks_timed, lead.world_size)
     devices = Devices.of(ranks_timed)
-    throughput = throughput_of(ranks_timed, sampled, step_s, lead.counted_from, missing)
+    several = any(r.several for r in ranks_timed)
+    unknown = missing or ("several threads train" if several else None)
+    throughput = throughput_of(ranks_timed, sampled, step_s, lead.counted_from, unknown)
     own = statistics.fmean(own_ns_a_step(r, timed[r.rank]) for r in ranks_timed)
     host = statistics.fmean(row.host_ns for r in ranks_timed for row in timed[r.rank])
     others = other_trainings(everything, ranks)
@@ -92,7 +94,7 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
     return replace(
         record,
         notes=[*notes, *explain.notes(ranks_timed, record)],
-        findings=find_causes(ranks_timed, record),
+        findings=[] if several else find_causes(ranks_timed, record),
     )
 
 
@@ -127,7 +129,7 @@ def _ranks(
                 pid=r.pid,
                 steps=len(steps),
                 step_s_mean=mean_step_s(steps) if steps else 0.0,
-                data_s=statistics.fmean(row.data_ns for row in steps) * 1e-9 if steps else 0.0,
+                data_s=_wait_s(r, steps),
                 status=r.status,
             )
         )
@@ -140,6 +142,15 @@ def _ranks(
     return sorted(rows, key=lambda row: row.rank)
 
 
+def _wait_s(rank: RankRecord, rows: Sequence[StepRow]) -> float | None:
+    """Returns the mean wait for data in a step, None where nobody knows whose it was."""
+    if rank.several is not None:
+        return None
+    if rank.draws_apart:
+        rows = looked_at(rank, rows)
+    return statistics.fmean(row.data_ns for row in rows) * 1e-9 if rows else 0.0
+
+
 def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list[str]:
     notes = []
     lead = lead_of(ranks)
@@ -150,6 +161,10 @@ def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list
     if not any(row.kind == "warmup" for row in lead.rows) or len(timed[lead.rank]) < 10:
         notes.append(
             f"only {len(timed[lead.rank])} steps were timed: the interval is wide, and warm-up may be in it"
+        )
+    if any(r.draws_apart for r in ranks):
+        notes.append(
+            "a thread that does not train draws the batches: the wait for them, if there is one, is in other"
         )
     present = len(ranks)
     if present < lead.world_size:

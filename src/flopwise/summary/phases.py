@@ -20,12 +20,16 @@ def phases_of(
     """Returns the phases, which sum to the mean host time of a step.
 
     The wait for data is known of every timed step. What is left is split as in the steps that were looked at closely,
-    in which our own hooks take longer.
+    in which our own hooks take longer. Where a thread that does not train draws batches, so is the wait. Of several
+    threads that train nothing is known but the time from step to step.
     """
     rows = [row for r in ranks for row in sampled[r.rank]]
     every = [row for r in ranks for row in timed[r.rank]]
     host_s = statistics.fmean(row.host_ns for row in every) * 1e-9
-    data_s = min(host_s, statistics.fmean(row.data_ns for row in every) * 1e-9)
+    if any(r.several for r in ranks):
+        return records.Phases(None, None, None, None, host_s, None, None, None)
+    waits = [row for r in ranks for row in (sampled if r.draws_apart else timed)[r.rank]]
+    data_s = min(host_s, statistics.fmean(row.data_ns for row in waits) * 1e-9)
     left_ns = sum(max(0, row.host_ns - row.data_ns) for row in rows)
 
     def part(name: str) -> float:

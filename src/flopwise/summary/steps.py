@@ -84,12 +84,18 @@ def steps_of(lead: RankRecord, timed: Sequence[StepRow], step_s: float) -> recor
         skipped_by_scaler=sum(row.skipped for row in timed),
         boundary=lead.boundary,
         warmup_rule=lead.warmup_rule,
-        micro_batches=statistics.fmean(row.micro_batches for row in looked_at(lead, timed)),
+        micro_batches=_micro_batches(looked_at(lead, timed)),
         strata=_strata(close, {f.shape: f for f in lead.flops}),
         pauses=pauses,
         by_hand=lead.warmup_by_hand,
         note=None,
     )
+
+
+def _micro_batches(rows: Sequence[StepRow]) -> float | None:
+    """Returns the mean number of backward passes, None where no step was looked at closely."""
+    close = [row.micro_batches for row in rows if row.sampled]
+    return statistics.fmean(close) if close else None
 
 
 _EVIDENCE = {

@@ -67,6 +67,9 @@ def lead_of(ranks: Sequence[RankRecord]) -> RankRecord:
     with_rows = [r for r in ranks if any(row.kind == "timed" for row in r.rows)]
     if with_rows:
         return with_rows[0]
+    for r in ranks:
+        if r.several is not None:
+            raise NothingMeasuredError(f"nothing was timed: {r.several}")
     seen = max((r.steps_seen for r in ranks), default=0)
     if seen == 0:
         raise NothingMeasuredError("no training step was seen: nothing to measure")

@@ -112,6 +112,8 @@ class _Work:
 
 def _rank_work(rank: RankRecord, rows: Sequence[StepRow]) -> _Work:
     """Returns one rank's FLOPs per step and the step time they belong to, over the steps whose shape was counted."""
+    if rank.several is not None:
+        return _Work({}, {}, {}, 0.0, rank.several)
     counts = {f.shape: f for f in rank.flops}
     if not counts:
         return _Work(

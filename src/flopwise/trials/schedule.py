@@ -25,6 +25,10 @@ from typing import NamedTuple
 FEWEST_BLOCK_STEPS = 4  # a block's halves are compared (trials.compare): two steps each
 SHORTEST_BLOCK_S = 0.05  # several scheduler ticks (1-10 ms) and well above any clock's resolution
 FEWEST_BLOCKS = 8  # of a series; fewer give no usable standard deviation
+# What a tune asks for.
+PLANNING_STEPS = 24  # steady steps that the block length is planned from
+WASHOUT_STEPS = 2
+MIN_PAIRS = 8
 
 
 @dataclass(frozen=True)

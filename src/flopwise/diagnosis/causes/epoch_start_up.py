@@ -35,7 +35,7 @@ def find(evidence: Evidence) -> list[Finding]:
             where=[loader.where] if loader is not None and loader.where else [],
             evidence=f"{duration(sum(lost_s))} in all, {duration(mean_s)} at each of {len(starts)} starts of a loader"
             f"{workers}: {percent(share)} of the time of timed steps and starts together. The steady wait for data is "
-            f"apart from it ({percent(evidence.run.phases.data_frac)} of a step)",
+            f"apart from it ({percent(evidence.data_frac)} of a step)",
             advice="persistent_workers=True, or fewer, longer epochs; workers then keep their copy of the data set, so "
             "what is changed in it between epochs does not reach them"
             if fresh

@@ -23,7 +23,7 @@ def find(evidence: Evidence) -> list[Finding]:
     if share < LEAST_FRAC:
         return []
     loader = evidence.loader
-    said = [f"{percent(evidence.run.phases.data_frac)} of a step waits for data"]
+    said = [f"{percent(evidence.data_frac)} of a step waits for data"]
     dry = evidence.run.phases.device_idle_at_data_frac
     if dry is not None:
         said.append(f"the device had run dry at {percent(dry)} of the waits")
@@ -81,7 +81,7 @@ def _with_workers(
             f"{_workers(have)}, whose time to load a batch was not seen (they were not forked)"
         )
         return "measure what loading a batch takes: it is the workers' work", None
-    load_s = loader.load_ns * 1e-9 * max(1.0, evidence.run.steps.micro_batches)
+    load_s = loader.load_ns * 1e-9 * max(1.0, evidence.run.steps.micro_batches or 1.0)
     rest_s = evidence.host_s - evidence.wait_s
     needed = _needed(load_s, rest_s)
     computing = (loader.load_cpu_ns or 0) / max(1, loader.load_ns)

@@ -9,23 +9,12 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from flopwise.fixes.interface import (
-    Applied,
-    Declined,
-    Eligible,
-    Fix,
-    Scene,
-    share_reason,
-    unless_failed,
-)
-from flopwise.fixes.slot import AUTOCAST, Call, Layers, Slot, inner, slot_problem
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, unless_failed
+from flopwise.fixes.slot import AUTOCAST, Call, Layers, Slot, forward_problem, inner
 from flopwise.meter.parity import compare_forward
 from flopwise.meter.replay import Snapshot, map_tensors
 from flopwise.meter.yardstick import BFLOAT16
 from flopwise.records.verdict import Parity
-
-#: Below this share of forward and backward no trial could show a gain.
-LEAST_COMPUTE_FRAC = 0.05
 
 
 class Bf16Autocast(Fix):
@@ -64,20 +53,12 @@ class Bf16Autocast(Fix):
         facts = scene.facts
         if facts.autocast or facts.grad_scaler:
             return Declined("the script uses mixed precision itself")
-        if facts.compiles:
-            return Declined(
-                "the script compiles its model; autocast around it would compile it again"
-            )
-        if not scene.roots:
-            return Declined("no root module was found")
-        for root in scene.roots:
-            reason = slot_problem(inner(root)) or _dtype_problem(root)
-            if reason:
-                return Declined(reason)
         if facts.custom_functions:
             return Declined(_functions_reason(facts.custom_functions))
-        reason = _device_problem(scene.device) or share_reason(
-            scene.compute_frac, LEAST_COMPUTE_FRAC, "in forward and backward"
+        reason = (
+            forward_problem(scene, "autocast around it")
+            or next(filter(None, map(_dtype_problem, scene.roots)), None)
+            or _device_problem(scene.device)
         )
         return Declined(reason) if reason else Eligible()
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, share_reason
-from flopwise.fixes.slot import COMPILED, Call, Layers, Slot, inner, slot_problem
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
+from flopwise.fixes.slot import COMPILED, Call, Layers, Slot, forward_problem, inner
 from flopwise.fixes.time_limit import Overdue, alarm_problem, limit_is_set, time_limit
 from flopwise.meter.found import compiled_parts
 from flopwise.meter.kept import kept_module, kept_rng
@@ -26,8 +26,6 @@ from flopwise.meter.replay import Replay, Snapshot
 from flopwise.meter.yardstick import FLOAT32
 from flopwise.records.verdict import Parity
 
-#: Below this share of forward and backward no trial could show a gain.
-LEAST_COMPUTE_FRAC = 0.05
 #: A compilation that takes longer is abandoned.
 DEADLINE_S = 120.0
 #: With more graph breaks than this a model runs as many small graphs, and is left alone.
@@ -71,17 +69,7 @@ class CompileModel(Fix):
         """Returns whether compiling may be tried."""
         if scene.facts.compiles or any(compiled_parts(root) for root in scene.roots):
             return Declined("the script compiles its model itself")
-        if not scene.roots:
-            return Declined("no root module was found")
-        for root in scene.roots:
-            reason = slot_problem(inner(root))
-            if reason:
-                return Declined(reason)
-        reason = (
-            compiler_problem(scene.device)
-            or alarm_problem()
-            or share_reason(scene.compute_frac, LEAST_COMPUTE_FRAC, "in forward and backward")
-        )
+        reason = forward_problem(scene, "ours") or compiler_problem(scene.device) or alarm_problem()
         return Declined(reason) if reason else Eligible()
 
     def apply(self, scene: Scene, setting: Mapping[str, str] | None = None) -> Applied:

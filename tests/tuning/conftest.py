@@ -1,0 +1,103 @@
+"""A tune whose processes are played: each leaves what it is told to, takes its time, and ends as it is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopwise import tuning
+from flopwise.launch import process
+from flopwise.launch.command import RUN, Job
+from flopwise.measurement import ceilings
+from flopwise.records import ceilings as ceilings_records
+from flopwise.records import store
+from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
+from flopwise.records.rank import RankRecord
+from flopwise.records.verdict import Comparison, Trial, TuneRecord
+from flopwise.tuning.budget import Budget
+
+CEILINGS = CeilingsRecord(
+    schema=ceilings_records.SCHEMA, flopwise="0", created="2026-01-01T00:00:00+00:00", device_type="cpu",
+    device_name="a CPU", torch="2.13.0+cpu", cuda=None, driver=None, threads=1, cores=4, wall_s=1.0,
+    gemm=[GemmCeiling("fp32", 1e12, "512x512x512 nt")], copy_bytes_per_s=None, copy_size_bytes=None,
+    dispatch_s=None, launch_s=None, link=None,
+)  # fmt: skip
+
+
+@dataclass
+class Stage:
+    """What the processes of a tune are to do, and what they were told."""
+
+    make_rank: Callable[..., RankRecord]
+    folder: Path
+    now: float = 0.0
+    trials: list[tuple[list[Trial], Comparison | None, list[str]]] = field(default_factory=list)
+    left_out: set[str] = field(default_factory=set)  # fixes that a plan does not switch on
+    takes_s: dict[str, float] = field(default_factory=dict)  # by the beginning of a name; else 10 s
+    ends: dict[str, int] = field(default_factory=dict)  # by name: codes of what ends before a step
+    removes: dict[str, Path] = field(default_factory=dict)  # by name: a folder that it removes
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
+    limits_s: dict[str, float] = field(default_factory=dict)
+
+    def run(self, argv: list[str], env: dict[str, str], **how: Any) -> int:
+        """Stands in for `process.run`."""
+        folder = Path(env[RUN])
+        name, limit_s = folder.name, how["timeout_s"]
+        options = self.options[name] = json.loads((folder / "launch.json").read_text())
+        self.limits_s[name] = limit_s
+        takes_s = next((s for n, s in self.takes_s.items() if name.startswith(n)), 10.0)
+        self.now += min(takes_s, limit_s)
+        if name in self.removes:
+            shutil.rmtree(self.removes[name])
+            return 0
+        if takes_s > limit_s:
+            how["on_timeout"]()
+            return -signal.SIGTERM
+        if self.ends.get(name):
+            return self.ends[name]
+        if not name.startswith("trials-"):
+            rank = self.rank(name, options)
+            store.write(folder / "ranks" / "r.json", rank)
+        elif self.trials:
+            trials, aa, notes = self.trials.pop(0)
+            content = {
+                "torch": "2.13.0", "trials": [dataclasses.asdict(t) for t in trials],
+                "aa": dataclasses.asdict(aa) if aa else None, "notes": notes,
+            }  # fmt: skip
+            (folder / "trials.json").write_text(json.dumps(content))
+        return 0
+
+    def rank(self, name: str, options: dict[str, Any]) -> RankRecord:
+        """Returns what a measured process leaves: 30 ms a step first, then 10 as it is and 5 with fixes."""
+        fixes = [fix["code"] for fix in options.get("apply", [])]
+        notes = [f"planned fix {code} x left out: why" for code in fixes if code in self.left_out]
+        on = [f"{code} x" for code in fixes if code not in self.left_out]
+        notes += [f"applied by the plan: {', '.join(on) or 'nothing'}"] if fixes else []
+        step_ms = {"baseline": 30}.get(name, 5 if fixes else 10) + len(self.options) / 100
+        return self.make_rank(steps=40, step_ns=int(step_ms * 1e6), notes=notes)
+
+    def tune(self, budget_s: float = 600) -> TuneRecord:
+        """Returns the record of a tune of two fixes, three processes an arm in its proof."""
+        script = self.folder / "train.py"
+        script.write_text("")
+        job = Job(["python", str(script)], "train.py", str(script), ["train.py"])
+        budget = Budget(budget_s, processes=3, proof_steps=40, clock=lambda: self.now)
+        return tuning.Tuning(job, self.folder, ("FW101", "FW102"), budget, 30, quiet=True).run()
+
+
+@pytest.fixture
+def stage(
+    make_rank: Callable[..., RankRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Stage:
+    made = Stage(make_rank, tmp_path)
+    monkeypatch.setattr(process, "run", made.run)
+    monkeypatch.setattr(ceilings, "of_rank", lambda *_, **__: CEILINGS)
+    return made

@@ -1,0 +1,75 @@
+"""The trial processes of a tune: what one that starts again is told, and why a fix has no result."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+from typing import Any
+
+import pytest
+
+from flopwise.records.verdict import Comparison, Trial
+
+Stage = Any  # of conftest.py
+AA = Comparison("not shown", 1.0, (0.99, 1.01), 8, 4, 0.01, 0.01, 0.01, 0.01)
+LOADER = Trial("FW101", "loader-workers", "kept", "50 % less", warmup_s=2.0)
+FUSED = Trial("FW102", "fused-optimizer", "kept", "9 % less")
+
+
+def test_the_control_and_what_is_kept_go_along_to_a_process_that_starts_again(stage: Stage) -> None:
+    stage.trials = [([LOADER], AA, ["said"]), ([FUSED], AA, [])]
+    record = stage.tune()
+    first, second = (stage.options[f"trials-{n}"] for n in (1, 2))
+    assert first["trial"]["aa"] is None
+    assert second["trial"]["aa"] == json.loads(json.dumps(dataclasses.asdict(AA)))
+    assert second["apply"] == [{"code": "FW101", "setting": {}}]
+    assert (first["trial"]["fixes"], second["trial"]["fixes"]) == (["FW101", "FW102"], ["FW102"])
+    assert record.aa == AA
+    assert record.notes == ["said"]
+    # Each process of the proof warms up once more: 3 x 2 s, and a margin.
+    spent_s = first["trial"]["budget_s"] - second["trial"]["budget_s"]
+    assert spent_s == pytest.approx(10 + 1.2 * 3 * 2)
+
+
+def last_reason(stage: Stage) -> tuple[str, list[str]]:
+    record = stage.tune(budget_s=200)
+    assert record.trials[-1].verdict == "declined"
+    return record.trials[-1].reason, record.notes
+
+
+def test_a_script_that_ends_before_all_has_been_tried_is_said_to(stage: Stage) -> None:
+    nothing: list[Trial] = []
+    stage.trials = [(nothing, AA, [])]
+    assert last_reason(stage) == ("the script ended before it could be tried", [])
+
+
+def test_one_that_has_no_time_left_too(stage: Stage) -> None:
+    stage.takes_s = {"trials-": 1000.0}
+    reason, notes = last_reason(stage)
+    assert reason == "the time for trials was used up before it could be tried, or while it was"
+    (note,) = notes
+    assert note.startswith(
+        "a trial process: the script was ended by flopwise at its time limit of 1"
+    )
+    assert note.endswith(f"and left no result. Its output is in {stage.folder}/trials-1/output.txt")
+
+
+@pytest.mark.parametrize(
+    ("code", "ending"),
+    [
+        (-signal.SIGSEGV, "was ended by SIGSEGV"),
+        (137, "ended with exit code 137 (as after SIGKILL)"),
+        (3, "ended with exit code 3"),
+    ],
+)
+def test_one_that_fails_is_said_to_with_where_its_output_is(
+    stage: Stage, code: int, ending: str
+) -> None:
+    stage.ends = {"trials-1": code}
+    reason, notes = last_reason(stage)
+    assert reason == f"the script {ending} before it could be tried, or while it was"
+    assert notes == [
+        f"a trial process: the script {ending} and left no result. "
+        f"Its output is in {stage.folder}/trials-1/output.txt"
+    ]
