@@ -1,0 +1,110 @@
+"""One operator's time on the device, divided: what its FLOPs need at the reference peak, and what else it took.
+
+The parts telescope: they sum to the time, whatever the rates. With F FLOPs, P* the reference peak, P the peak of the executed
+dtype, eta the share of it that the device was measured to reach, C = P eta, B bytes and W the memory's bandwidth:
+
+    ideal       F / P*                        precision   F (1/P - 1/P*)
+    hardware    F/P (1/eta - 1)               gemm_bytes  max(0, B/W - F/C)
+    gemm_excess the rest, which is the time minus max(F/C, B/W)
+
+An operator without FLOPs has the time that its bytes need (`memory_bound`) and the rest (`memory_excess`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flopwise.diagnosis.ledger.scale import Scale, runs_on_tf32
+from flopwise.flops.call import Call, Cost
+from flopwise.flops.dtypes import Precision, executed
+from flopwise.flops.table import RULES
+from flopwise.flops.zero import is_zero
+from flopwise.trace.calls import call_of, operand_bytes
+from flopwise.trace.table import Operands
+
+GENERATED = ("triton_",)  # kernels that inductor writes, products apart
+_PRODUCTS = ("triton_tem_", "triton_mm", "triton_bmm")  # its templates for products
+
+
+@dataclass(frozen=True)
+class Peeled:
+    """The lines of one call of an operator, in nanoseconds; they sum to its time."""
+
+    lines: dict[str, float]
+    flops: int = 0  # needed, attention counted full
+    covered: bool = True  # it has a formula, or is known to have no FLOPs
+    note: str | None = None
+    bytes_known: bool = field(default=True)
+
+
+def peel(
+    name: str, operands: Operands, kernels: list[str], time_ns: float, scale: Scale, least_ns: float
+) -> Peeled:
+    """Returns how the device time of one call divides.
+
+    Args:
+        name: of the leaf operator: "aten::mm".
+        operands: as recorded.
+        kernels: the names of its kernels.
+        time_ns: what they own of the device's time.
+        scale: the device's rates.
+        least_ns: the time of the smallest kernel there.
+    """
+    if name in RULES:
+        try:
+            call = call_of(name, operands)
+            cost = RULES[name].formula(call)
+        except (LookupError, ValueError, TypeError, IndexError) as error:
+            return Peeled({"unattributed": time_ns}, covered=False, note=str(error))
+        if cost.needed:
+            return _product(call, cost, operands, kernels, time_ns, scale)
+    elif not (is_zero(name) or _generated(name)):
+        return Peeled({"unattributed": time_ns}, covered=False, note=f"{name}: no formula")
+    return _memory(operand_bytes(name, operands), time_ns, scale, least_ns)
+
+
+def _product(
+    call: Call, cost: Cost, operands: Operands, kernels: list[str], time_ns: float, scale: Scale
+) -> Peeled:
+    rule = RULES[call.name]
+    dtype = call.tensor(*rule.operand).dtype
+    tf32 = runs_on_tf32(kernels)
+    kind = executed(dtype, rule.family, Precision(tf32, tf32, tf32, tf32))
+    if kind is None:  # integers: no FLOPs
+        return _memory(operand_bytes(call.name, operands), time_ns, scale, 0.0)
+    flops = float(cost.needed_causal)
+    ideal = 1e9 * flops / scale.reference_flops_per_s
+    at_peak = 1e9 * flops / scale.rate(kind)
+    at_ceiling = at_peak / scale.reached(kind)
+    moved = operand_bytes(call.name, operands)
+    by_bytes = _transfer_ns(moved, scale) or 0.0
+    floor = max(at_ceiling, by_bytes)
+    return Peeled(
+        {
+            "ideal": ideal,
+            "precision": at_peak - ideal,
+            "hardware": at_ceiling - at_peak,
+            "gemm_bytes": floor - at_ceiling,
+            "gemm_excess": time_ns - floor,
+        },
+        cost.needed,
+        note=cost.note,
+    )
+
+
+def _memory(moved: int | None, time_ns: float, scale: Scale, least_ns: float) -> Peeled:
+    needed = _transfer_ns(moved, scale)
+    if needed is None:
+        return Peeled({"memory_unsplit": time_ns}, bytes_known=False)
+    floor = min(time_ns, max(needed, least_ns))
+    return Peeled({"memory_bound": floor, "memory_excess": time_ns - floor})
+
+
+def _transfer_ns(moved: int | None, scale: Scale) -> float | None:
+    if moved is None or not scale.bandwidth_bytes_per_s:
+        return None
+    return 1e9 * moved / scale.bandwidth_bytes_per_s
+
+
+def _generated(name: str) -> bool:
+    return name.startswith(GENERATED) and not name.startswith(_PRODUCTS)
