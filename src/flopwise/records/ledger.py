@@ -78,7 +78,9 @@ class LedgerRecord:
     steps_by: str  # what ends a step
     step_s: float
     step_s_each: list[float]
-    profiled: bool  # the steps were recorded with a profiler on; nothing undisturbed stands beside them
+    profiled: (
+        bool  # the steps were recorded with a profiler on; nothing undisturbed stands beside them
+    )
     mfu: float | None  # ideal over step; of profiled steps
     mfu_reason: str | None  # why there is none
     model_flops_per_step: float | None

@@ -1,12 +1,13 @@
-"""Reports for a terminal: `render_run` and `render_tune`."""
+"""Reports for a terminal: `render_run`, `render_tune` and `render_ledger`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flopwise.records.ledger import LedgerRecord
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import TuneRecord
-from flopwise.reports import run, tune
+from flopwise.reports import ledger, run, tune
 from flopwise.reports.screen import Screen
 
 
@@ -44,4 +45,18 @@ def render_tune(
     """Returns the report of a `flopwise tune`; arguments as in `render_run`."""
     screen = Screen(width, ascii_only=ascii_only)
     tune.draw(screen, record, saved)
+    return screen.render(color=color)
+
+
+def render_ledger(
+    record: LedgerRecord,
+    *,
+    width: int,
+    color: bool,
+    ascii_only: bool = False,
+    saved: Sequence[str] = (),
+) -> str:
+    """Returns the report of a `flopwise analyze`; arguments as in `render_run`."""
+    screen = Screen(width, ascii_only=ascii_only)
+    ledger.draw(screen, record, saved)
     return screen.render(color=color)

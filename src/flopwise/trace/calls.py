@@ -80,11 +80,10 @@ def arguments(operands: Operands) -> tuple[Tensor | object, ...]:
     for i, shape in enumerate(dims):
         kind = types[i] if i < len(types) else ""
         dtype = DTYPES.get(kind) if isinstance(kind, str) else None
-        if dtype is not None and _is_shape(shape):
-            step = strides[i] if i < len(strides) and _is_shape(strides[i]) else None
-            found.append(
-                Tensor(Operand(tuple(shape), dtype), tuple(step) if step is not None else None)
-            )
+        sizes = _shape(shape)
+        if dtype is not None and sizes is not None:
+            step = _shape(strides[i]) if i < len(strides) else None
+            found.append(Tensor(Operand(sizes, dtype), step))
         else:
             found.append(_value(concrete[i] if i < len(concrete) else ""))
     return tuple(found)
@@ -133,7 +132,9 @@ def operand_bytes(name: str, operands: Operands) -> int | None:
         return None
     total = sum(tensor.span_bytes for tensor in found)
     space, _, op = name.partition("::")
-    if space != "aten" or op.endswith("_"):  # in place, or generated: the result is among the operands
+    if space != "aten" or op.endswith(
+        "_"
+    ):  # in place, or generated: the result is among the operands
         return total
     try:
         result = call_of(name, operands).outs
@@ -142,7 +143,10 @@ def operand_bytes(name: str, operands: Operands) -> int | None:
     except (LookupError, ValueError):
         pass
     if op in POINTWISE:
-        return total + Operand(_broadcast([t.operand.shape for t in found]), found[0].operand.dtype).n_bytes
+        return (
+            total
+            + Operand(_broadcast([t.operand.shape for t in found]), found[0].operand.dtype).n_bytes
+        )
     return total
 
 
@@ -182,7 +186,9 @@ def _convolved(call: Call) -> Operand | None:
     padding = call.args.get("padding")
     kernel = weight.shape[2:]
     if isinstance(padding, str):
-        pads = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)]
+        pads = [
+            d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, kernel, strict=True)
+        ]
     else:
         pads = [2 * p for p in _each(padding, rank)]
     spatial = [
@@ -213,10 +219,12 @@ def _list(text: bytes) -> list[object]:
     return found
 
 
-def _is_shape(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**48 for n in value
-    )
+def _shape(value: object) -> Shape | None:
+    """Returns a list of sizes or strides, None for anything else."""
+    if not isinstance(value, list):
+        return None
+    good = all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**48 for n in value)
+    return tuple(value) if good else None
 
 
 def _value(text: object) -> object:

@@ -267,7 +267,7 @@ def _needs_exact(text: bytes) -> bool:
         first = msgspec.json.decode(text, type=list[ExactEvent])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
-    stamps = [bytes(event.ts) for event in first[:2000] if event.ph == "X"]  # type: ignore[call-overload]
+    stamps = [bytes(event.ts) for event in first[:2000] if event.ph == "X"]
     try:
         return any(b"." in stamp and float(stamp) >= EXACT_FLOAT_US for stamp in stamps)
     except ValueError:

@@ -90,7 +90,8 @@ def own(work: Launches, kind: npt.NDArray[np.int8], low_ns: int, high_ns: int) -
 
 
 def _alone(start: Ints, end: Ints) -> npt.NDArray[np.float64]:
-    return np.maximum(end - start, 0).astype(np.float64)
+    alone: npt.NDArray[np.float64] = np.maximum(end - start, 0).astype(np.float64)
+    return alone
 
 
 def _shared(start: Ints, end: Ints, free: Spans) -> npt.NDArray[np.float64]:

@@ -136,7 +136,7 @@ class Events:
 
     def name_of(self, row: int) -> str:
         """Returns the name of one event."""
-        return self.names[self.name[row]]
+        return self.names[int(self.name[row])]
 
     def names_where(self, test: Any) -> Mask:
         """Returns which events have a name for which `test(name)` is true."""

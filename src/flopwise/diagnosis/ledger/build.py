@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,19 +41,26 @@ class LedgerError(FlopwiseError):
     """A trace has nothing that a ledger could be made of."""
 
 
+Times = dict[str, float]  # by name, nanoseconds or how often
+
+
 @dataclass
 class Tally:
     """What is summed up over the steps."""
 
     lines: list[dict[str, float]] = field(default_factory=list)  # by step, nanoseconds
-    flops: int = 0
+    flops: float = 0.0
     covered_ns: float = 0.0
     kernel_ns: float = 0.0
-    operators: Counter[str] = field(default_factory=Counter)  # nanoseconds
-    calls: Counter[str] = field(default_factory=Counter)
-    kernels: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    blocking: Counter[str] = field(default_factory=Counter)
-    notes: Counter[str] = field(default_factory=Counter)  # nanoseconds that a note speaks of
+    operators: Times = field(default_factory=lambda: defaultdict(float))
+    calls: Times = field(default_factory=lambda: defaultdict(float))
+    kernels: dict[str, Times] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(float))
+    )
+    blocking: Times = field(default_factory=lambda: defaultdict(float))
+    notes: Times = field(
+        default_factory=lambda: defaultdict(float)
+    )  # the time that a note is about
 
 
 def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
@@ -88,7 +96,9 @@ def _tally(events: Events, work: Launches, marks: Steps, first: int, scale: Scal
     in_optimizer = _in_optimizer(events, work)
     again = recomputed(events, work)
     compute = (kind == Owner.COMPUTE) & (work.end_ns > work.start_ns)
-    least_ns = float(np.quantile((work.end_ns - work.start_ns)[compute], 0.01)) if compute.any() else 0.0
+    least_ns = (
+        float(np.quantile((work.end_ns - work.start_ns)[compute], 0.01)) if compute.any() else 0.0
+    )
     for low, high in zip(
         marks.bounds_ns[first:-1].tolist(), marks.bounds_ns[first + 1 :].tolist(), strict=True
     ):
@@ -101,7 +111,7 @@ def _tally(events: Events, work: Launches, marks: Steps, first: int, scale: Scal
             op = int(work.op[rows[0]])
             name = events.name_of(op) if op >= 0 else "unknown"
             names = [events.name_of(int(work.rows[row])) for row in rows]
-            part = time_ns / max(1.0, float((work.end_ns[rows] - work.start_ns[rows]).sum()))
+            inside = _inside(work, rows, low, high)
             tally.kernel_ns += time_ns
             tally.operators[name] += time_ns
             tally.calls[name] += 1
@@ -119,11 +129,10 @@ def _tally(events: Events, work: Launches, marks: Steps, first: int, scale: Scal
             operands = events.all_operands[number] if number >= 0 else _NOTHING
             if name == "unknown" and _is_memset(events, work, rows):
                 name = "aten::zero_"
-            whole = part > 0.999  # cut by the step's bound: its FLOPs are shared by time
-            peeled = peel(name, operands, names, time_ns if whole else time_ns / part, scale, least_ns)
+            peeled = peel(name, operands, names, time_ns, scale, least_ns, inside)
             for line, ns in peeled.lines.items():
-                lines[line] += ns if whole else ns * part
-            tally.flops += round(peeled.flops * (1 if whole else part))
+                lines[line] += ns
+            tally.flops += peeled.flops
             if peeled.covered:
                 tally.covered_ns += time_ns
             if peeled.note:
@@ -146,6 +155,13 @@ def _groups(events: Events, work: Launches, kind: npt.NDArray[np.int8]) -> list[
         op = int(work.op[i])
         found[("alone", i) if op < 0 or work.replayed[i] else op].append(i)
     return list(found.values())
+
+
+def _inside(work: Launches, rows: list[int], low: int, high: int) -> float:
+    """Returns which share of a call's work lies in a step: one that a bound cuts has its FLOPs in both."""
+    start, end = work.start_ns[rows], work.end_ns[rows]
+    kept = np.minimum(end, high) - np.maximum(start, low)
+    return float(np.maximum(kept, 0).sum() / (end - start).sum())
 
 
 def _in_optimizer(events: Events, work: Launches) -> npt.NDArray[np.bool_]:
@@ -186,7 +202,7 @@ def _record(
     n = len(each)
     step_s = float(each.mean())
     lines = [_line(name, tally, step_s) for name in FAMILIES]
-    lines = [line for line in lines if line.s or line.name == "ideal"]
+    lines = [_stretched(line) for line in lines if line.s or line.name == "ideal"]
     by_name = {line.name: line.s for line in lines}
     families: dict[str, float] = defaultdict(float)
     for line in lines:
@@ -195,10 +211,14 @@ def _record(
     mfu = tally.flops / n / (step_s * scale.reference_flops_per_s) if scale else None
     mfu_reason = None if scale else reason
     if mfu is not None and coverage < COVERAGE_FRAC:
-        mfu, mfu_reason = None, f"{coverage:.1%} of kernel time has a known cost, {COVERAGE_FRAC:.0%} is needed"
+        mfu, mfu_reason = (
+            None,
+            f"{coverage:.1%} of kernel time has a known cost, {COVERAGE_FRAC:.0%} is needed",
+        )
     distributed = trace.header.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
     busy = sum(line.s for line in lines if not line.name.startswith("idle_"))
+    doubts = _doubts(by_name, step_s, coverage, scale, reason)
     return LedgerRecord(
         schema=SCHEMA,
         flopwise=__version__,
@@ -224,10 +244,10 @@ def _record(
         busy_frac=busy / step_s if step_s else 0.0,
         partition=_share(trace, device),
         operators=_spent(tally.operators, tally.calls, tally.kernels, n, step_s),
-        blocking=_spent(tally.blocking, Counter(), {}, n, step_s),
+        blocking=_spent(tally.blocking, {}, {}, n, step_s),
         residual_frac=None,
-        trusted=not _doubts(by_name, step_s, coverage, scale, reason),
-        untrusted_because=_doubts(by_name, step_s, coverage, scale, reason),
+        trusted=not doubts,
+        untrusted_because=doubts,
         notes=_notes(trace, marks, first, tally, n),
     )
 
@@ -236,6 +256,13 @@ def _line(name: str, tally: Tally, step_s: float) -> Line:
     values = [step.get(name, 0.0) * 1e-9 for step in tally.lines]
     mean = statistics.fmean(values)
     return Line(name, FAMILIES[name], mean, _bootstrap(values), mean / step_s if step_s else 0.0)
+
+
+def _stretched(line: Line) -> Line:
+    """The profiler makes every call of the host slower: without it the host might not have been late at all."""
+    if line.name != "idle_launch":
+        return line
+    return dataclasses.replace(line, ci95=(0.0, line.ci95[1]))
 
 
 def _bootstrap(values: list[float]) -> tuple[float, float]:
@@ -259,11 +286,19 @@ def _doubts(
             f"unattributed and idle_other are {unexplained / step_s:.1%} of the step "
             f"(at most {UNEXPLAINED_FRAC:.0%})"
         )
+    late = lines.get("idle_launch", 0.0)
+    if step_s and late / step_s > UNEXPLAINED_FRAC:
+        doubts.append(
+            f"the host was late for {late / step_s:.1%} of these profiled steps: the profiler slows the host, and no "
+            "undisturbed steps stand beside them. It is at most so much, and may be nothing"
+        )
     negative = -min(0.0, lines.get("gemm_excess", 0.0))
     if step_s and negative / step_s > NEGATIVE_FRAC:
         doubts.append(f"products were {negative / step_s:.1%} of the step faster than their floor")
     if coverage < COVERAGE_FRAC:
-        doubts.append(f"{coverage:.1%} of kernel time has a known cost (at least {COVERAGE_FRAC:.0%})")
+        doubts.append(
+            f"{coverage:.1%} of kernel time has a known cost (at least {COVERAGE_FRAC:.0%})"
+        )
     return doubts
 
 
@@ -275,33 +310,35 @@ def _notes(trace: Trace, marks: Steps, first: int, tally: Tally, n: int) -> list
     if first:
         notes.append("the first step is left out: the trace does not show when the device began it")
     if marks.by == "whole trace":
-        notes.append("no step is marked and no optimizer named: all of the trace is taken as one step")
+        notes.append(
+            "no step is marked and no optimizer named: all of the trace is taken as one step"
+        )
     damage = trace.damage
     if damage.events:
         notes.append(f"{damage.events} damaged events were left out ({damage.described[0]})")
     if damage.ends_early:
         notes.append(f"the file ends early: {damage.ends_early}")
-    for note, ns in tally.notes.most_common(4):
+    for note, ns in _largest(tally.notes, 4):
         notes.append(f"{ns * 1e-6 / n:.3g} ms a step: {note}")
     return notes
 
 
+def _largest(times: Times, n: int) -> list[tuple[str, float]]:
+    return sorted(times.items(), key=lambda pair: (-pair[1], pair[0]))[:n]
+
+
 def _spent(
-    times: Counter[str],
-    calls: Counter[str],
-    kernels: dict[str, Counter[str]],
-    n: int,
-    step_s: float,
+    times: Times, calls: Times, kernels: dict[str, Times], n: int, step_s: float
 ) -> list[Spent]:
     return [
         Spent(
             name,
             ns * 1e-9 / n,
             ns * 1e-9 / n / step_s if step_s else 0.0,
-            [kernel for kernel, _ in kernels[name].most_common(3)] if name in kernels else [],
-            calls[name] / n,
+            [kernel for kernel, _ in _largest(kernels[name], 3)] if name in kernels else [],
+            calls.get(name, 0.0) / n,
         )
-        for name, ns in times.most_common(SHOWN)
+        for name, ns in _largest(times, SHOWN)
     ]
 
 
@@ -321,7 +358,11 @@ def _properties(trace: Trace, device: int) -> dict[str, Any]:
     found = trace.header.get("deviceProperties")
     if isinstance(found, list):
         for one in found:
-            if isinstance(one, dict) and one.get("id") == device and isinstance(one.get("name"), str):
+            if (
+                isinstance(one, dict)
+                and one.get("id") == device
+                and isinstance(one.get("name"), str)
+            ):
                 memory = one.get("totalGlobalMem")
                 return {
                     "name": one["name"],

@@ -31,14 +31,20 @@ class Peeled:
     """The lines of one call of an operator, in nanoseconds; they sum to its time."""
 
     lines: dict[str, float]
-    flops: int = 0  # needed, attention counted full
+    flops: float = 0.0  # needed, attention counted full
     covered: bool = True  # it has a formula, or is known to have no FLOPs
     note: str | None = None
     bytes_known: bool = field(default=True)
 
 
 def peel(
-    name: str, operands: Operands, kernels: list[str], time_ns: float, scale: Scale, least_ns: float
+    name: str,
+    operands: Operands,
+    kernels: list[str],
+    time_ns: float,
+    scale: Scale,
+    least_ns: float,
+    part: float = 1.0,
 ) -> Peeled:
     """Returns how the device time of one call divides.
 
@@ -49,6 +55,7 @@ def peel(
         time_ns: what they own of the device's time.
         scale: the device's rates.
         least_ns: the time of the smallest kernel there.
+        part: of the call, which this time is: its FLOPs and bytes count so far.
     """
     if name in RULES:
         try:
@@ -57,27 +64,33 @@ def peel(
         except (LookupError, ValueError, TypeError, IndexError) as error:
             return Peeled({"unattributed": time_ns}, covered=False, note=str(error))
         if cost.needed:
-            return _product(call, cost, operands, kernels, time_ns, scale)
+            return _product(call, cost, operands, kernels, time_ns, scale, part)
     elif not (is_zero(name) or _generated(name)):
         return Peeled({"unattributed": time_ns}, covered=False, note=f"{name}: no formula")
-    return _memory(operand_bytes(name, operands), time_ns, scale, least_ns)
+    return _memory(operand_bytes(name, operands), time_ns, scale, least_ns, part)
 
 
 def _product(
-    call: Call, cost: Cost, operands: Operands, kernels: list[str], time_ns: float, scale: Scale
+    call: Call,
+    cost: Cost,
+    operands: Operands,
+    kernels: list[str],
+    time_ns: float,
+    scale: Scale,
+    part: float,
 ) -> Peeled:
     rule = RULES[call.name]
     dtype = call.tensor(*rule.operand).dtype
     tf32 = runs_on_tf32(kernels)
     kind = executed(dtype, rule.family, Precision(tf32, tf32, tf32, tf32))
     if kind is None:  # integers: no FLOPs
-        return _memory(operand_bytes(call.name, operands), time_ns, scale, 0.0)
-    flops = float(cost.needed_causal)
+        return _memory(operand_bytes(call.name, operands), time_ns, scale, 0.0, part)
+    flops = cost.needed_causal * part
     ideal = 1e9 * flops / scale.reference_flops_per_s
     at_peak = 1e9 * flops / scale.rate(kind)
     at_ceiling = at_peak / scale.reached(kind)
     moved = operand_bytes(call.name, operands)
-    by_bytes = _transfer_ns(moved, scale) or 0.0
+    by_bytes = part * (_transfer_ns(moved, scale) or 0.0)
     floor = max(at_ceiling, by_bytes)
     return Peeled(
         {
@@ -87,16 +100,18 @@ def _product(
             "gemm_bytes": floor - at_ceiling,
             "gemm_excess": time_ns - floor,
         },
-        cost.needed,
+        cost.needed * part,
         note=cost.note,
     )
 
 
-def _memory(moved: int | None, time_ns: float, scale: Scale, least_ns: float) -> Peeled:
+def _memory(
+    moved: int | None, time_ns: float, scale: Scale, least_ns: float, part: float
+) -> Peeled:
     needed = _transfer_ns(moved, scale)
     if needed is None:
         return Peeled({"memory_unsplit": time_ns}, bytes_known=False)
-    floor = min(time_ns, max(needed, least_ns))
+    floor = min(time_ns, part * max(needed, least_ns))
     return Peeled({"memory_bound": floor, "memory_excess": time_ns - floor})
 
 

@@ -21,10 +21,23 @@ _CHECKPOINT = "CheckpointFunctionBackward"
 #: a formula of a gradient.
 _FORWARD = frozenset(
     f"aten::{name}"
-    for name in (
-        "linear conv1d conv2d conv3d scaled_dot_product_attention layer_norm rms_norm batch_norm embedding "
-        "dropout gelu silu relu softmax cross_entropy_loss"
-    ).split()
+    for name in [
+        "linear",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "scaled_dot_product_attention",
+        "layer_norm",
+        "rms_norm",
+        "batch_norm",
+        "embedding",
+        "dropout",
+        "gelu",
+        "silu",
+        "relu",
+        "softmax",
+        "cross_entropy_loss",
+    ]
 )
 
 
@@ -41,7 +54,9 @@ def recomputed(events: Events, work: Launches) -> npt.NDArray[np.bool_]:
         (n in _FORWARD or n.endswith(_CHECKPOINT) for n in events.names), bool, len(events.names)
     )
     # From the outside inwards: inside a node; a forward operator inside a node; a node inside that ends it again.
-    state = np.zeros(len(host.rows), np.int8)  # 0: outside, 1: in a backward node, 2: in a forward inside one
+    state = np.zeros(
+        len(host.rows), np.int8
+    )  # 0: outside, 1: in a backward node, 2: in a forward inside one
     for i, (parent, name) in enumerate(zip(host.parent.tolist(), names.tolist(), strict=True)):
         above = state[parent] if parent >= 0 else 0
         if is_node[name]:

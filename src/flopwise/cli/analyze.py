@@ -1,0 +1,94 @@
+"""`flopwise analyze TRACE`: the ledger of a trace that a profiler recorded. Needs no torch and no device."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flopwise.cli.report import _width
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+QUIET_S = 2.0  # reading that takes longer says how far it is
+EVERY_S = 0.5
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Adds the `analyze` command."""
+    parser = subparsers.add_parser(
+        "analyze",
+        help="where the time of a recorded trace goes",
+        description="Reads a trace of the PyTorch profiler (.json or .json.gz) and divides the steps of one device "
+        "into lines that sum to them. Needs neither torch nor a device.",
+    )
+    parser.add_argument("trace", metavar="TRACE", type=Path, help="the file of one process")
+    parser.add_argument(
+        "--device", metavar="N", type=int, help="device in the trace (default: the busiest)"
+    )
+    parser.add_argument(
+        "--json", metavar="PATH", type=Path, help="write the ledger as JSON, too (- for stdout)"
+    )
+    parser.add_argument(
+        "--width",
+        metavar="N",
+        type=_width,
+        help="columns, 40 to 200 (default: those of the terminal, 100 when piped)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 after printing the ledger, 1 where the file was read in part only.
+
+    Raises:
+        TraceError: the file cannot be read, or is no trace.
+        LedgerError: it has no work of a device.
+    """
+    from flopwise.diagnosis.ledger.build import ledger
+    from flopwise.records import store
+    from flopwise.reports.stream import look, write
+    from flopwise.reports.terminal import render_ledger
+    from flopwise.trace.chrome import read
+
+    trace = read(args.trace, _progress(args.trace))
+    record = ledger(trace, args.device)
+    partial = trace.damage.ends_early is not None
+    if str(args.json) == "-":
+        write(sys.stdout, store.encode(record))
+        return int(partial)
+    saved = []
+    if args.json is not None:
+        store.write(args.json, record)
+        saved.append(str(args.json))
+    seen = look(sys.stdout, width=args.width)
+    text = render_ledger(
+        record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only, saved=saved
+    )
+    write(sys.stdout, text)
+    return int(partial)
+
+
+def _progress(path: Path) -> Callable[[int], None] | None:
+    """Returns what tells on standard error how far reading is, where that is a terminal."""
+    if not sys.stderr.isatty():
+        return None
+    began = told = time.monotonic()
+
+    def progress(n_bytes: int) -> Any:
+        nonlocal told
+        now = time.monotonic()
+        if now - began > QUIET_S and now - told > EVERY_S:
+            told = now
+            rate = n_bytes / (now - began) / 1e6
+            print(
+                f"\r{path.name}: {n_bytes / 1e6:.0f} MB read, {rate:.0f} MB/s ",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    return progress

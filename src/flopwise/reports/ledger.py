@@ -1,0 +1,149 @@
+"""The report of a ledger, from its record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flopwise.records.ledger import LedgerRecord, Line
+from flopwise.reports import figures
+from flopwise.reports.figures import percent
+from flopwise.reports.screen import WARN, Column, Piece, Screen, bar
+
+#: What a line says, in words.
+WORDS = {
+    "ideal": "useful work",
+    "precision": "precision: slower dtype than 16 bit",
+    "hardware": "hardware: what the device reaches",
+    "gemm_bytes": "products: memory-bound",
+    "gemm_excess": "products: above their floor",
+    "recompute": "forward run again",
+    "optimizer": "optimizer",
+    "memory_bound": "memory: bytes at full bandwidth",
+    "memory_excess": "memory: above that",
+    "memory_unsplit": "memory: shapes not recorded",
+    "comm_unsplit": "collectives: waiting and moving",
+    "exposed_copy": "copies between host and device",
+    "idle_input": "idle: waiting for data",
+    "idle_sync": "idle: the host waited for the device",
+    "idle_launch": "idle: the host was late",
+    "idle_device": "idle: between queued kernels",
+    "idle_other": "idle: cause not seen",
+    "unattributed": "operators without a known cost",
+}
+OPERATORS = 8
+CELLS = 20
+
+
+def draw(screen: Screen, record: LedgerRecord, saved: Sequence[str] = ()) -> None:
+    """Draws the whole report."""
+    facts: list[Piece] = [
+        f"device {record.device}: {record.device_name or 'not named'}",
+        f"{figures.counted(record.steps, 'step')} of {record.steps_in_trace}, ended by the {record.steps_by}",
+    ]
+    if record.world_size and record.world_size > 1:
+        facts.append(f"rank {record.rank} of {record.world_size}")
+    screen.heading((f"flopwise analyze {record.trace}", "bold"), facts)
+    screen.blank()
+    _headline(screen, record)
+    screen.blank()
+    _lines(screen, record)
+    screen.blank()
+    _operators(screen, record)
+    screen.blank()
+    _partition(screen, record)
+    screen.blank()
+    for doubt in record.untrusted_because:
+        screen.flow("not trusted", [(doubt, WARN)])
+    for note in record.notes:
+        screen.flow("note", [note])
+    if saved:
+        screen.blank()
+        screen.flow("saved", list(saved))
+
+
+def _headline(screen: Screen, record: LedgerRecord) -> None:
+    if record.mfu is not None and record.peak_flops_per_s is not None:
+        peak = figures.quantity(record.peak_flops_per_s, "FLOP/s")
+        mfu: list[Piece] = [
+            (percent(record.mfu), "bold green"),
+            f"of {peak}",
+            record.peak_source or "",
+        ]
+    else:
+        mfu = [("none", WARN), record.mfu_reason or ""]
+    screen.flow("MFU", mfu)
+    each = ", ".join(figures.duration(s) for s in record.step_s_each[:6])
+    step: list[Piece] = [(figures.duration(record.step_s), "bold"), "profiled", f"each: {each}"]
+    screen.flow("step", step)
+    screen.flow("device busy", [percent(record.busy_frac)])
+    screen.flow("known cost", [f"{percent(record.coverage_frac)} of kernel time"])
+
+
+def _lines(screen: Screen, record: LedgerRecord) -> None:
+    screen.line(("where the step goes", "bold"))
+    rows: list[list[Piece]] = [
+        [
+            WORDS.get(line.name, line.name),
+            (bar(max(0.0, min(1.0, line.share_frac)), CELLS), "blue"),
+            figures.duration(line.s),
+            _between(line),
+            percent(line.share_frac),
+        ]
+        for line in record.lines
+    ]
+    rows.append([("step", "bold"), "", figures.duration(record.step_s), "", percent(1.0)])
+    screen.table(
+        [
+            Column(""),
+            Column("", drop=1),
+            Column("a step", right=True),
+            Column("95 %", right=True, drop=2),
+            Column("share", right=True),
+        ],
+        rows,
+    )
+
+
+def _between(line: Line) -> str:
+    low, high = line.ci95
+    if high - low < 1e-9:
+        return ""
+    return f"{figures.duration(low)} to {figures.duration(high)}"
+
+
+def _operators(screen: Screen, record: LedgerRecord) -> None:
+    if not record.operators:
+        return
+    screen.line(("by operator, the largest", "bold"))
+    rows: list[list[Piece]] = [
+        [one.name, f"{one.calls:.4g}", figures.duration(one.s), percent(one.share_frac)]
+        for one in record.operators[:OPERATORS]
+    ]
+    screen.table(
+        [
+            Column("operator", tail=True),
+            Column("calls", right=True, drop=1),
+            Column("a step", right=True),
+            Column("share", right=True),
+        ],
+        rows,
+    )
+    for call in record.blocking[:3]:
+        screen.flow(
+            "idle by",
+            [f"{call.name}: {figures.duration(call.s)} a step ({percent(call.share_frac)})"],
+        )
+
+
+def _partition(screen: Screen, record: LedgerRecord) -> None:
+    part = record.partition
+    screen.flow(
+        "event span",
+        [
+            f"{figures.duration(part.span_s)} from the first device event to the last",
+            f"compute {percent(part.compute_frac)}",
+            f"exposed communication {percent(part.exposed_communication_frac)}",
+            f"exposed copies {percent(part.exposed_copy_frac)}",
+            f"idle {percent(part.idle_frac)}",
+        ],
+    )
