@@ -13,6 +13,7 @@ FAMILIES = {
     "hardware": "hardware",
     "gemm_bytes": "memory",
     "gemm_excess": "memory",
+    "gemm_unsplit": "unexplained",
     "recompute": "recompute",
     "optimizer": "optimizer",
     "memory_bound": "memory",

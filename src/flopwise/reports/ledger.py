@@ -16,6 +16,7 @@ WORDS = {
     "hardware": "hardware: what the device reaches",
     "gemm_bytes": "products: memory-bound",
     "gemm_excess": "products: above their floor",
+    "gemm_unsplit": "products: device's rates not known",
     "recompute": "forward run again",
     "optimizer": "optimizer",
     "memory_bound": "memory: bytes at full bandwidth",

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from flopwise.trace.kinds import Kind, kind_of
 from flopwise.trace.stream import Damage, Pieces
-from flopwise.trace.table import ABSENT, Builder, Collective, Events, Launch, Operands, Triton
+from flopwise.trace.table import ABSENT, Builder, Collective, Events
 
 #: Microseconds below this are exact to the nanosecond as a float64: its spacing is at most 2^-10 there.
 #: Source: IEEE 754 binary64, 53 bits.
@@ -128,6 +128,7 @@ class _Table:
         self.kinds = _Kinds()
         self.decoder: msgspec.json.Decoder[Any] | None = None
         self.exact = False
+        self.old_spelling: bool | None = None  # of the external id; None: not known yet
 
     def add_text(self, text: bytes, pieces: Pieces) -> None:
         if self.decoder is None:
@@ -175,62 +176,85 @@ class _Table:
             ),
         }
         args = [event.args or NO_ARGS for event in events]
-        columns["external"] = [max(a.external, a.external_old) for a in args]
+        columns["external"] = [a.external for a in args]
+        if self.old_spelling is None:  # one file has one spelling
+            old = [a.external_old for a in args]
+            self.old_spelling = max(old) >= 0 if max(old + columns["external"]) >= 0 else None
+        if self.old_spelling:
+            columns["external"] = [max(a.external, a.external_old) for a in args]
         columns["correlation"] = [a.correlation for a in args]
-        columns["sequence"] = [a.sequence for a in args]
-        columns |= self._device_columns(kinds, args)
-        columns |= self._details(args)
+        rows = np.asarray(kinds)
+        on_host = np.flatnonzero((rows == Kind.OP) | (rows == Kind.ANNOTATION))
+        on_device = np.flatnonzero(rows >= Kind.KERNEL)
+        columns |= self._device_columns(on_device, args)
+        columns |= self._operator_columns(on_host, args)
+        columns |= self._collectives(np.concatenate([on_host, on_device]), args)
         builder.add(len(events), **columns)
 
-    def _device_columns(self, kinds: Sequence[int], args: Sequence[Args]) -> dict[str, Any]:
+    def _device_columns(self, rows: npt.NDArray[np.int64], args: Sequence[Args]) -> dict[str, Any]:
         """Returns the columns that only events on a device have."""
-        n = len(args)
-        on_device = [i for i in range(n) if kinds[i] >= Kind.KERNEL]
-        if not on_device:
+        if not len(rows):
             return {}
-        columns = {name: np.full(n, ABSENT, np.int64) for name in ("device", "stream", "nbytes")}
-        launch = np.full(n, ABSENT, np.int32)
+        here = [args[i] for i in rows.tolist()]
         pool = self.builder.launches
-        for i in on_device:
-            a = args[i]
-            columns["device"][i] = a.device
-            columns["stream"][i] = a.stream
-            columns["nbytes"][i] = a.nbytes
-            if a.grid:
-                launch[i] = pool[Launch(bytes(a.grid), bytes(a.block), a.registers, a.shared)]
-        return {**columns, "launch": launch}
+        launch = [
+            pool[(bytes(a.grid), bytes(a.block), a.registers, a.shared)] if a.grid else ABSENT
+            for a in here
+        ]
+        n = len(args)
+        return {
+            "device": _spread(rows, n, [a.device for a in here]),
+            "stream": _spread(rows, n, [a.stream for a in here]),
+            "nbytes": _spread(rows, n, [a.nbytes for a in here]),
+            "launch": _spread(rows, n, launch),
+        }
 
-    def _details(self, args: Sequence[Args]) -> dict[str, Any]:
-        """Returns the columns whose values are numbers of a pool."""
-        builder = self.builder
-        columns: dict[str, Any] = {}
+    def _operator_columns(
+        self, rows: npt.NDArray[np.int64], args: Sequence[Args]
+    ) -> dict[str, Any]:
+        """Returns the columns that only operators and named ranges have."""
+        if not len(rows):
+            return {}
+        here = [args[i] for i in rows.tolist()]
+        n, builder = len(args), self.builder
+        pool = builder.operands
         operands = [
-            builder.operands[
-                Operands(bytes(a.dims), bytes(a.types), bytes(a.strides), bytes(a.concrete))
-            ]
+            pool[(bytes(a.dims), bytes(a.types), bytes(a.strides), bytes(a.concrete))]
             if a.dims
             else ABSENT
-            for a in args
+            for a in here
         ]
-        columns["operands"] = operands
-        if any(a.collective for a in args):
-            columns["collective"] = [
-                builder.collectives[_collective(a)] if a.collective else ABSENT for a in args
-            ]
-        if any(a.kernel_file or a.kernel_backend for a in args):
-            columns["triton"] = [
-                builder.tritons[
-                    Triton(a.kernel_file, a.kernel_name, a.kernel_backend, a.kernel_kwargs)
-                ]
+        columns = {
+            "sequence": _spread(rows, n, [a.sequence for a in here]),
+            "operands": _spread(rows, n, operands),
+        }
+        if any(a.kernel_file or a.kernel_backend for a in here):
+            triton = [
+                builder.tritons[(a.kernel_file, a.kernel_name, a.kernel_backend, a.kernel_kwargs)]
                 if a.kernel_file or a.kernel_backend
                 else ABSENT
-                for a in args
+                for a in here
             ]
-        if any(a.call_stack for a in args):
-            columns["stack"] = [
-                builder.stacks[a.call_stack] if a.call_stack else ABSENT for a in args
-            ]
+            columns["triton"] = _spread(rows, n, triton)
+        if any(a.call_stack for a in here):
+            stacks = [builder.stacks[a.call_stack] if a.call_stack else ABSENT for a in here]
+            columns["stack"] = _spread(rows, n, stacks)
         return columns
+
+    def _collectives(self, rows: npt.NDArray[np.int64], args: Sequence[Args]) -> dict[str, Any]:
+        here = [args[i] for i in rows.tolist()]
+        if not any(a.collective for a in here):
+            return {}
+        pool = self.builder.collectives
+        found = [pool[_collective(a)] if a.collective else ABSENT for a in here]
+        return {"collective": _spread(rows, len(args), found)}
+
+
+def _spread(rows: npt.NDArray[np.int64], n: int, values: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Returns a column of n that has these values at these rows."""
+    column = np.full(n, ABSENT, np.int64)
+    column[rows] = values
+    return column
 
 
 class _Kinds(dict[str | None, int]):

@@ -171,10 +171,10 @@ class Builder:
     def __init__(self) -> None:
         self.names: Pool[str] = Pool()
         self.lanes: Pool[tuple[int | str, int | str]] = Pool()
-        self.operands: Pool[Operands] = Pool()
-        self.launches: Pool[Launch] = Pool()
+        self.operands: Pool[tuple[bytes, bytes, bytes, bytes]] = Pool()  # of `Operands`
+        self.launches: Pool[tuple[bytes, bytes, int, int]] = Pool()  # of `Launch`
         self.collectives: Pool[Collective] = Pool()
-        self.tritons: Pool[Triton] = Pool()
+        self.tritons: Pool[tuple[str, str, str, str]] = Pool()  # of `Triton`
         self.stacks: Pool[str] = Pool()
         self._pieces: list[dict[str, Any]] = []
         self.rows = 0
@@ -198,10 +198,10 @@ class Builder:
             **columns,
             names=self.names.values_in_order(),
             lanes=lanes,
-            all_operands=self.operands.values_in_order(),
-            launches=self.launches.values_in_order(),
+            all_operands=[Operands(*values) for values in self.operands],
+            launches=[Launch(*values) for values in self.launches],
             collectives=self.collectives.values_in_order(),
-            tritons=self.tritons.values_in_order(),
+            tritons=[Triton(*values) for values in self.tritons],
             stacks=self.stacks.values_in_order(),
         )
 

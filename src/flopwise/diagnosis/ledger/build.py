@@ -184,7 +184,7 @@ def _is_memset(events: Events, work: Launches, rows: list[int]) -> bool:
 
 
 def _unit_scale() -> Scale:
-    """Without a device's rates FLOPs weigh nothing: all of a product's time is excess, and nothing is floor."""
+    """Stands in for a device whose rates are not known: nothing can be divided by them."""
     return Scale(math.inf, "none")
 
 

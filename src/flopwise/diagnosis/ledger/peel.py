@@ -12,6 +12,7 @@ An operator without FLOPs has the time that its bytes need (`memory_bound`) and 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from flopwise.diagnosis.ledger.scale import Scale, runs_on_tf32
@@ -85,6 +86,8 @@ def _product(
     kind = executed(dtype, rule.family, Precision(tf32, tf32, tf32, tf32))
     if kind is None:  # integers: no FLOPs
         return _memory(operand_bytes(call.name, operands), time_ns, scale, 0.0, part)
+    if not math.isfinite(scale.reference_flops_per_s):
+        return Peeled({"gemm_unsplit": time_ns}, cost.needed * part, note=cost.note)
     flops = cost.needed_causal * part
     ideal = 1e9 * flops / scale.reference_flops_per_s
     at_peak = 1e9 * flops / scale.rate(kind)
