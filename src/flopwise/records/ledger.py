@@ -14,6 +14,7 @@ FAMILIES = {
     "gemm_bytes": "memory",
     "gemm_excess": "memory",
     "gemm_unsplit": "unexplained",
+    "gemm_unsplit": "unexplained",
     "recompute": "recompute",
     "optimizer": "optimizer",
     "memory_bound": "memory",
@@ -98,3 +99,4 @@ class LedgerRecord:
     trusted: bool
     untrusted_because: list[str]
     notes: list[str] = field(default_factory=list)
+    busy_most_frac: float | None = None  # with the unusable kernels as long as their usable twins

@@ -17,11 +17,12 @@ WORDS = {
     "gemm_bytes": "products: memory-bound",
     "gemm_excess": "products: above their floor",
     "gemm_unsplit": "products: device's rates not known",
+    "gemm_unsplit": "products: no peak to split them by",
     "recompute": "forward run again",
     "optimizer": "optimizer",
     "memory_bound": "memory: bytes at full bandwidth",
     "memory_excess": "memory: above that",
-    "memory_unsplit": "memory: shapes not recorded",
+    "memory_unsplit": "memory: shapes or bandwidth unknown",
     "comm_unsplit": "collectives: waiting and moving",
     "exposed_copy": "copies between host and device",
     "idle_input": "idle: waiting for data",
@@ -41,7 +42,7 @@ def draw(screen: Screen, record: LedgerRecord, saved: Sequence[str] = ()) -> Non
         f"device {record.device}: {record.device_name or 'not named'}",
         f"{figures.counted(record.steps, 'step')} of {record.steps_in_trace}, ended by the {record.steps_by}",
     ]
-    if record.world_size and record.world_size > 1:
+    if record.rank is not None and record.world_size and record.world_size > 1:
         facts.append(f"rank {record.rank} of {record.world_size}")
     screen.heading((f"flopwise analyze {record.trace}", "bold"), facts)
     screen.blank()
@@ -76,7 +77,10 @@ def _headline(screen: Screen, record: LedgerRecord) -> None:
     each = ", ".join(figures.duration(s) for s in record.step_s_each[:6])
     step: list[Piece] = [(figures.duration(record.step_s), "bold"), "profiled", f"each: {each}"]
     screen.flow("step", step)
-    screen.flow("device busy", [percent(record.busy_frac)])
+    busy = percent(record.busy_frac)
+    if record.busy_most_frac is not None:
+        busy += f" to {percent(record.busy_most_frac)}, by how long the unusable kernels ran"
+    screen.flow("device busy", [busy])
     screen.flow("known cost", [f"{percent(record.coverage_frac)} of kernel time"])
 
 

@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import dataclass
 
-from flopwise.flops.call import Call, Operand, Shape
+from flopwise.flops.call import Call, Cost, Operand, Shape
 from flopwise.flops.table import RULES
 from flopwise.flops.zero import POINTWISE
 from flopwise.trace.table import Operands
@@ -38,6 +38,10 @@ DTYPES = {
     "c10::complex<double>": "complex128",
     "c10::complex<c10::Half>": "complex32",
 }
+
+#: No call has so many FLOPs, which the fastest device of today works on for a week, and none moves so many bytes, which no
+#: device holds.
+MOST_FLOPS, MOST_BYTES = 10**21, 2**50
 
 
 @dataclass(frozen=True)
@@ -113,17 +117,39 @@ def call_of(name: str, operands: Operands) -> Call:
     for label, value in zip(names, found, strict=False):
         args[label] = value.operand if isinstance(value, Tensor) else value
     call = Call(name, args)
-    result = _given_result(names, found) or _result(call)
+    try:
+        result = _given_result(names, found) or _result(call)
+    except (ArithmeticError, TypeError, IndexError):
+        raise ValueError(f"{name}: its operands make no sense") from None
     return Call(name, args, (result,) if result is not None else ())
+
+
+def cost_of(call: Call) -> Cost:
+    """Returns the FLOPs of a call that has a formula.
+
+    Raises:
+        LookupError: an operand that the formula reads was not recorded.
+        ValueError: the operands make no sense.
+    """
+    try:
+        cost = RULES[call.name].formula(call)
+    except (ArithmeticError, TypeError, IndexError):
+        raise ValueError(f"{call.name}: its operands make no sense") from None
+    if not 0 <= cost.needed < MOST_FLOPS:
+        raise ValueError(f"{call.name}: its operands make no sense")
+    return cost
 
 
 def operand_bytes(name: str, operands: Operands) -> int | None:
     """Returns the bytes that an op must move at least: each tensor once, its result too where that is clear.
 
-    None where no tensor was recorded (lists of tensors are not).
+    None where no tensor was recorded (lists of tensors are not), or none of a possible size.
     """
-    if not operands.dims:
-        return None
+    moved = _moved(name, operands) if operands.dims else None
+    return moved if moved is not None and moved < MOST_BYTES else None
+
+
+def _moved(name: str, operands: Operands) -> int | None:
     try:
         found = tensors(operands)
     except ValueError:
@@ -195,6 +221,8 @@ def _convolved(call: Call) -> Operand | None:
         (n + p - d * (k - 1) - 1) // s + 1
         for n, p, d, k, s in zip(sizes, pads, dilation, kernel, stride, strict=True)
     ]
+    if min(spatial, default=0) < 0:
+        raise ValueError(f"{call.name}: its filter is larger than what it reads")
     return Operand((given.shape[0], weight.shape[0], *spatial), given.dtype)
 
 

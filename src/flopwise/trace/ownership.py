@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flopwise.trace.families import communicates
-from flopwise.trace.intervals import Spans, complement, merge, union
+from flopwise.trace.intervals import NOTHING, Spans, complement, covered, merge, union
 from flopwise.trace.kinds import Kind
 from flopwise.trace.launches import Launches
 from flopwise.trace.table import Events, Ints
@@ -68,13 +68,14 @@ def own(work: Launches, kind: npt.NDArray[np.int8], low_ns: int, high_ns: int) -
     """Returns who owns the window [low_ns, high_ns) of a device's time."""
     start = np.clip(work.start_ns, low_ns, high_ns)
     end = np.clip(work.end_ns, low_ns, high_ns)
-    share = np.zeros(len(start))
+    share, hidden = np.zeros(len(start)), np.zeros(len(start))
     owned: list[int] = []
-    higher = Spans(np.zeros(0, np.int64), np.zeros(0, np.int64))
+    higher = NOTHING
     for owner in Owner:
         rows = np.flatnonzero((kind == owner) & (end > start))
         free = complement(higher, low_ns, high_ns)
         share[rows] = _shared(start[rows], end[rows], free)
+        hidden[rows] = covered(higher, start[rows], end[rows])
         mine = union(start[rows], end[rows])
         both = merge(higher, mine)
         owned.append(both.total_ns - higher.total_ns)
@@ -85,13 +86,8 @@ def own(work: Launches, kind: npt.NDArray[np.int8], low_ns: int, high_ns: int) -
         owned_ns=(owned[0], owned[1], owned[2]),
         idle=complement(higher, low_ns, high_ns),
         share_ns=share,
-        hidden_ns=_alone(start, end) - share,
+        hidden_ns=hidden,
     )
-
-
-def _alone(start: Ints, end: Ints) -> npt.NDArray[np.float64]:
-    alone: npt.NDArray[np.float64] = np.maximum(end - start, 0).astype(np.float64)
-    return alone
 
 
 def _shared(start: Ints, end: Ints, free: Spans) -> npt.NDArray[np.float64]:

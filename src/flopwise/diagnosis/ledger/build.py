@@ -17,10 +17,12 @@ from flopwise._version import __version__
 from flopwise.diagnosis.ledger.peel import peel
 from flopwise.diagnosis.ledger.recompute import recomputed
 from flopwise.diagnosis.ledger.scale import Scale, scale_of
+from flopwise.diagnosis.ledger.soundness import Soundness, judge
 from flopwise.errors import FlopwiseError
 from flopwise.records.ledger import FAMILIES, SCHEMA, LedgerRecord, Line, Share, Spent
 from flopwise.trace import idle
 from flopwise.trace.chrome import Trace
+from flopwise.trace.health import Sifted, sift
 from flopwise.trace.kinds import Kind
 from flopwise.trace.launches import Launches, launches
 from flopwise.trace.ownership import Owner, classes, own
@@ -69,13 +71,11 @@ def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
     Raises:
         LedgerError: no work of the device is in the trace.
     """
-    events = trace.events
+    sifted = sift(trace.events)
+    events = sifted.events
     found = devices(events)
     if not found:
-        raise LedgerError(
-            f"{trace.path}: no kernel or copy of a device is in it ({len(events)} events). "
-            "Record it with device activities (ProfilerActivity.CUDA)"
-        )
+        raise LedgerError(_nothing(trace, sifted))
     device = found[0] if device is None else device
     if device not in found:
         raise LedgerError(f"{trace.path}: no work of device {device}; there is {found}")
@@ -83,9 +83,20 @@ def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
     scale, reason = scale_of(properties.get("name"), properties.get("totalGlobalMem"))
     work = launches(events, device)
     marks = steps(events, work)
-    first = 1 if marks.first_from_mark and len(marks) > 1 else 0
-    tally = _tally(events, work, marks, first, scale or _unit_scale())
-    return _record(trace, device, properties, marks, first, tally, scale, reason)
+    sound = judge(trace.events, sifted, work, marks)
+    tally = _tally(events, work, marks, sound.first, scale or _unit_scale())
+    trace = dataclasses.replace(trace, events=events)
+    return _record(trace, device, properties, marks, sound, tally, scale, reason)
+
+
+def _nothing(trace: Trace, sifted: Sifted) -> str:
+    if sifted.work:
+        reasons = ", ".join(f"{n} {reason}" for reason, n in sifted.unusable.items())
+        return f"{trace.path}: none of its {sifted.work} kernels and copies can be used: {reasons}"
+    return (
+        f"{trace.path}: no kernel or copy of a device is in it ({len(trace.events)} events). "
+        "Record it with device activities (ProfilerActivity.CUDA)"
+    )
 
 
 def _tally(events: Events, work: Launches, marks: Steps, first: int, scale: Scale) -> Tally:
@@ -193,12 +204,12 @@ def _record(
     device: int,
     properties: dict[str, Any],
     marks: Steps,
-    first: int,
+    sound: Soundness,
     tally: Tally,
     scale: Scale | None,
     reason: str,
 ) -> LedgerRecord:
-    each = np.diff(marks.bounds_ns[first:]).astype(float) * 1e-9
+    each = np.diff(marks.bounds_ns[sound.first :]).astype(float) * 1e-9
     n = len(each)
     step_s = float(each.mean())
     lines = [_line(name, tally, step_s) for name in FAMILIES]
@@ -208,17 +219,15 @@ def _record(
     for line in lines:
         families[line.family] += line.s
     coverage = tally.covered_ns / tally.kernel_ns if tally.kernel_ns else 0.0
-    mfu = tally.flops / n / (step_s * scale.reference_flops_per_s) if scale else None
-    mfu_reason = None if scale else reason
-    if mfu is not None and coverage < COVERAGE_FRAC:
-        mfu, mfu_reason = (
-            None,
-            f"{coverage:.1%} of kernel time has a known cost, {COVERAGE_FRAC:.0%} is needed",
-        )
+    mfu_reason = _no_mfu(scale, reason, coverage, by_name, step_s)
+    mfu = None
+    if scale and mfu_reason is None:
+        mfu = tally.flops / n / (step_s * scale.reference_flops_per_s)
     distributed = trace.header.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
     busy = sum(line.s for line in lines if not line.name.startswith("idle_"))
-    doubts = _doubts(by_name, step_s, coverage, scale, reason)
+    doubts = sound.doubts + _doubts(by_name, step_s, coverage, scale, reason)
+    most = min(1.0, (busy + sound.missing_s) / step_s) if sound.missing_s and step_s else None
     return LedgerRecord(
         schema=SCHEMA,
         flopwise=__version__,
@@ -242,14 +251,34 @@ def _record(
         lines=lines,
         families=dict(families),
         busy_frac=busy / step_s if step_s else 0.0,
+        busy_most_frac=most,
         partition=_share(trace, device),
         operators=_spent(tally.operators, tally.calls, tally.kernels, n, step_s),
         blocking=_spent(tally.blocking, {}, {}, n, step_s),
         residual_frac=None,
         trusted=not doubts,
         untrusted_because=doubts,
-        notes=_notes(trace, marks, first, tally, n),
+        notes=_notes(trace, marks, sound, tally, n),
     )
+
+
+def _no_mfu(
+    scale: Scale | None, reason: str, coverage: float, lines: dict[str, float], step_s: float
+) -> str | None:
+    """Returns why there is no MFU, None where there is one."""
+    if scale is None:
+        return reason
+    if not step_s:
+        return "the steps take no time"
+    if coverage < COVERAGE_FRAC:
+        return f"{coverage:.1%} of kernel time has a known cost, {COVERAGE_FRAC:.0%} is needed"
+    at_peak_s = lines.get("ideal", 0.0) + lines.get("precision", 0.0)
+    if at_peak_s > step_s:
+        return (
+            f"the FLOPs of a step need {at_peak_s / step_s:.3g} times as long as it took, at the peaks of their "
+            "dtypes: the shapes in the trace, the device's name or the times are wrong"
+        )
+    return None
 
 
 def _line(name: str, tally: Tally, step_s: float) -> Line:
@@ -302,13 +331,12 @@ def _doubts(
     return doubts
 
 
-def _notes(trace: Trace, marks: Steps, first: int, tally: Tally, n: int) -> list[str]:
+def _notes(trace: Trace, marks: Steps, sound: Soundness, tally: Tally, n: int) -> list[str]:
     notes = [
         "the steps were profiled: without undisturbed ones beside them, how much the profiler stretched them is "
         "not known; host-bound steps can be twice as long under it"
     ]
-    if first:
-        notes.append("the first step is left out: the trace does not show when the device began it")
+    notes += sound.notes
     if marks.by == "whole trace":
         notes.append(
             "no step is marked and no optimizer named: all of the trace is taken as one step"

@@ -7,11 +7,14 @@ dtype, eta the share of it that the device was measured to reach, C = P eta, B b
     hardware    F/P (1/eta - 1)               gemm_bytes  max(0, B/W - F/C)
     gemm_excess the rest, which is the time minus max(F/C, B/W)
 
+Without a peak to measure against all of it is `gemm_unsplit`.
+
 An operator without FLOPs has the time that its bytes need (`memory_bound`) and the rest (`memory_excess`).
 """
 
 from __future__ import annotations
 
+import math
 import math
 from dataclasses import dataclass, field
 
@@ -20,7 +23,7 @@ from flopwise.flops.call import Call, Cost
 from flopwise.flops.dtypes import Precision, executed
 from flopwise.flops.table import RULES
 from flopwise.flops.zero import is_zero
-from flopwise.trace.calls import call_of, operand_bytes
+from flopwise.trace.calls import call_of, cost_of, operand_bytes
 from flopwise.trace.table import Operands
 
 GENERATED = ("triton_",)  # kernels that inductor writes, products apart
@@ -61,8 +64,8 @@ def peel(
     if name in RULES:
         try:
             call = call_of(name, operands)
-            cost = RULES[name].formula(call)
-        except (LookupError, ValueError, TypeError, IndexError) as error:
+            cost = cost_of(call)
+        except (LookupError, ValueError) as error:
             return Peeled({"unattributed": time_ns}, covered=False, note=str(error))
         if cost.needed:
             return _product(call, cost, operands, kernels, time_ns, scale, part)
@@ -87,6 +90,8 @@ def _product(
     if kind is None:  # integers: no FLOPs
         return _memory(operand_bytes(call.name, operands), time_ns, scale, 0.0, part)
     if not math.isfinite(scale.reference_flops_per_s):
+        return Peeled({"gemm_unsplit": time_ns}, cost.needed * part, note=cost.note)
+    if math.isinf(scale.reference_flops_per_s):
         return Peeled({"gemm_unsplit": time_ns}, cost.needed * part, note=cost.note)
     flops = cost.needed_causal * part
     ideal = 1e9 * flops / scale.reference_flops_per_s

@@ -1,0 +1,183 @@
+"""What is wrong with a trace: events that cannot be true, work that is missing, times that were written over.
+
+Seen in the field: kernels without times (pytorch/kineto#109), durations of centuries
+(facebookresearch/HolisticTraceAnalysis#325), sessions whose first kernels are missing (pytorch/kineto#996), launch times in
+place of device times (mlcommons/chakra#181), a row for a whole graph beside the rows of its kernels.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flopwise.trace.kinds import Kind
+from flopwise.trace.launches import Launches
+from flopwise.trace.steps import Steps
+from flopwise.trace.table import Events, Ints, Mask
+
+#: No piece of work lasts longer than this and than all that the host recorded.
+LONGEST_NS = 60 * 10**9
+#: No event of a host lasts so long, and none starts so late: a day, and what stands for a time that is no number.
+LONGEST_HOST_NS = 86_400 * 10**9
+NO_TIME_NS = 2**61
+#: Work that starts so long before all that the host recorded has no true start.
+EARLIEST_NS = 10**9
+#: Work of one stream may overlap so far: clocks round, and dependent launches start before their producer ends.
+#: Source: 1.4 to 2.1 us seen on H100 with programmatic dependent launch.
+OVERLAP_NS = 5_000
+#: Launches without work are seen in sound traces, too: at most so many of a step's.
+LOST_FRAC = 0.01
+
+_LAUNCH = re.compile(r"(?:cuda|cu|hip)(?:Ext|Module|Cooperative|Graph)*Launch")
+
+
+@dataclass(frozen=True)
+class Sifted:
+    """The events that can be used, and how many cannot."""
+
+    events: Events
+    work: int  # kernels and copies in the trace, usable or not
+    unusable: dict[str, int] = field(default_factory=dict)  # kernels and copies, by what is wrong
+    names: tuple[str, ...] = ()  # of the first few of them
+    missing_ns: int = 0  # how long they may have run: as long as usable ones of their names
+    graph_rows: int = 0  # rows for a whole graph beside those of its kernels
+
+    @property
+    def dropped(self) -> int:
+        """How many kernels and copies cannot be used."""
+        return sum(self.unusable.values())
+
+
+def sift(events: Events) -> Sifted:
+    """Returns the events of a trace whose times can be true; kernels and copies that cannot are counted."""
+    duration = events.duration_ns
+    work = events.on_device
+    timed = np.abs(events.start_ns) < NO_TIME_NS
+    host_good = ~work & timed & (duration >= 0) & (duration < LONGEST_HOST_NS)
+    longest, earliest = _limits(events, host_good & ~events.of(Kind.OTHER, Kind.GPU_ANNOTATION))
+    early = events.start_ns < earliest
+    reasons = {
+        "without a time": work & ~timed,
+        "ending before it starts": work & timed & (duration < 0),
+        "longer than the trace": work & timed & (duration > longest),
+        "of no duration": work & timed & (duration == 0),
+    }
+    bad = np.logical_or.reduce(list(reasons.values()))
+    usable = work & ~bad
+    graphs = _graph_rows(events, usable)
+    return Sifted(
+        events=events.where(host_good | (usable & ~graphs)),
+        work=int(work.sum()),
+        unusable={reason: int(mask.sum()) for reason, mask in reasons.items() if mask.any()},
+        names=tuple(dict.fromkeys(events.name_of(int(row)) for row in np.flatnonzero(bad)[:3])),
+        missing_ns=_missing_ns(events, usable, bad, reasons["of no duration"] & ~early),
+        graph_rows=int(graphs.sum()),
+    )
+
+
+def _limits(events: Events, host: Mask) -> tuple[int, int]:
+    """Returns how long a piece of work may last, and how early it may start."""
+    if not host.any():
+        return LONGEST_HOST_NS, -NO_TIME_NS
+    low = int(events.start_ns[host].min())
+    return max(LONGEST_NS, int(events.end_ns[host].max()) - low), low - EARLIEST_NS
+
+
+def _missing_ns(events: Events, usable: Mask, bad: Mask, rounded: Mask) -> int:
+    """Returns how long unusable work may have run: each as the mean of its name, else of all.
+
+    Where all times are whole microseconds, a duration of nothing at a true start is less than one of them.
+    """
+    if not bad.any() or not usable.any():
+        return 0
+    each = np.bincount(events.name[usable], minlength=len(events.names))
+    total = np.bincount(
+        events.name[usable], weights=events.duration_ns[usable], minlength=len(events.names)
+    )
+    mean = np.where(each > 0, total / np.maximum(each, 1), total.sum() / each.sum())
+    guessed = mean[events.name]
+    if not (events.duration_ns[usable] % 1000).any():
+        guessed = np.where(rounded, np.minimum(guessed, 1000.0), guessed)
+    return int(guessed[bad].sum())
+
+
+def _graph_rows(events: Events, usable: Mask) -> Mask:
+    """Returns which rows stand for a whole graph: they span two or more others of their correlation."""
+    found = np.zeros(len(events), bool)
+    rows = np.flatnonzero(usable & (events.kind == Kind.KERNEL) & (events.correlation > 0))
+    if not len(rows):
+        return found
+    rows = rows[np.lexsort((events.correlation[rows], events.device[rows]))]
+    same = (np.diff(events.correlation[rows]) == 0) & (np.diff(events.device[rows]) == 0)
+    for members in np.split(rows, np.flatnonzero(~same) + 1):
+        if len(members) < 3:
+            continue
+        start, end = events.start_ns[members], events.end_ns[members]
+        outer = int(np.argmax(end - start))
+        others = np.delete(np.arange(len(members)), outer)
+        if start[outer] <= start[others].min() and end[outer] >= end[others].max():
+            found[members[outer]] = True
+    return found
+
+
+def lost_launches(events: Events) -> Ints:
+    """Returns the rows of the calls that launched work which the trace does not have.
+
+    A launch that a stream captures into a graph launches nothing.
+    """
+    calls = events.of(Kind.RUNTIME) & events.names_where(_LAUNCH.match) & (events.correlation > 0)
+    alone = calls & ~np.isin(events.correlation, events.correlation[events.on_device])
+    rows = np.flatnonzero(alone).astype(np.int64)
+    return rows[~_capturing(events, rows)]
+
+
+def _capturing(events: Events, rows: Ints) -> Mask:
+    """Returns which calls lie between the begin and the end of a capture on their thread."""
+    begin = events.names_where(lambda name: "StreamBeginCapture" in name)
+    end = events.names_where(lambda name: "StreamEndCapture" in name)
+    open_ = np.zeros(len(rows), np.int64)
+    for mask, change in ((begin, 1), (end, -1)):
+        for row in np.flatnonzero(mask).tolist():
+            after = events.start_ns[rows] >= events.start_ns[row]
+            open_ += change * (after & (events.lane[rows] == events.lane[row]))
+    captured: Mask = open_ > 0
+    return captured
+
+
+def first_whole(events: Events, marks: Steps, lost: Ints) -> int:
+    """Returns the first step of which all work is in the trace; 0 where no step is whole."""
+    calls = events.of(Kind.RUNTIME) & events.names_where(_LAUNCH.match)
+    made, _ = np.histogram(events.start_ns[calls], _edges(marks))
+    gone, _ = np.histogram(events.start_ns[lost], _edges(marks))
+    whole = np.flatnonzero(gone <= LOST_FRAC * made)
+    return int(whole[0]) if len(whole) else 0
+
+
+def _edges(marks: Steps) -> Ints:
+    """The bounds of the steps on the host, in rising order as a histogram needs them."""
+    rising: Ints = np.maximum.accumulate(marks.host_ns) + np.arange(len(marks.host_ns))
+    return rising
+
+
+def starts_at_launch(work: Launches) -> int:
+    """Returns how many pieces of work start at the very nanosecond at which their launch was called.
+
+    No launch takes no time, so these starts are not the device's. All kernels of one graph but the first are let be.
+    """
+    known = work.runtime >= 0
+    return int((known & (work.start_ns == work.launched_ns)).sum())
+
+
+def overlap_ns(events: Events, work: Launches) -> int:
+    """Returns for how long work of one stream overlapped by more than a sound trace's does."""
+    total = 0
+    stream = events.stream[work.rows]
+    for one in np.unique(stream):
+        rows = np.flatnonzero(stream == one)
+        rows = rows[np.argsort(work.start_ns[rows], kind="stable")]
+        end = np.maximum.accumulate(work.end_ns[rows])[:-1]
+        over = np.minimum(end, work.end_ns[rows][1:]) - work.start_ns[rows][1:]
+        total += int(over[over > OVERLAP_NS].sum())
+    return total
