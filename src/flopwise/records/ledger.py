@@ -14,7 +14,6 @@ FAMILIES = {
     "gemm_bytes": "memory",
     "gemm_excess": "memory",
     "gemm_unsplit": "unexplained",
-    "gemm_unsplit": "unexplained",
     "recompute": "recompute",
     "optimizer": "optimizer",
     "memory_bound": "memory",

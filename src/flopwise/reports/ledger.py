@@ -17,7 +17,6 @@ WORDS = {
     "gemm_bytes": "products: memory-bound",
     "gemm_excess": "products: above their floor",
     "gemm_unsplit": "products: device's rates not known",
-    "gemm_unsplit": "products: no peak to split them by",
     "recompute": "forward run again",
     "optimizer": "optimizer",
     "memory_bound": "memory: bytes at full bandwidth",
@@ -78,7 +77,7 @@ def _headline(screen: Screen, record: LedgerRecord) -> None:
     step: list[Piece] = [(figures.duration(record.step_s), "bold"), "profiled", f"each: {each}"]
     screen.flow("step", step)
     busy = percent(record.busy_frac)
-    if record.busy_most_frac is not None:
+    if record.busy_most_frac is not None and percent(record.busy_most_frac) != busy:
         busy += f" to {percent(record.busy_most_frac)}, by how long the unusable kernels ran"
     screen.flow("device busy", [busy])
     screen.flow("known cost", [f"{percent(record.coverage_frac)} of kernel time"])

@@ -213,7 +213,7 @@ def _record(
     n = len(each)
     step_s = float(each.mean())
     lines = [_line(name, tally, step_s) for name in FAMILIES]
-    lines = [_stretched(line) for line in lines if line.s or line.name == "ideal"]
+    lines = [_stretched(line) for line in lines if line.s or (scale and line.name == "ideal")]
     by_name = {line.name: line.s for line in lines}
     families: dict[str, float] = defaultdict(float)
     for line in lines:

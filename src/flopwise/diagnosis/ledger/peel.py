@@ -15,7 +15,6 @@ An operator without FLOPs has the time that its bytes need (`memory_bound`) and 
 from __future__ import annotations
 
 import math
-import math
 from dataclasses import dataclass, field
 
 from flopwise.diagnosis.ledger.scale import Scale, runs_on_tf32
@@ -90,8 +89,6 @@ def _product(
     if kind is None:  # integers: no FLOPs
         return _memory(operand_bytes(call.name, operands), time_ns, scale, 0.0, part)
     if not math.isfinite(scale.reference_flops_per_s):
-        return Peeled({"gemm_unsplit": time_ns}, cost.needed * part, note=cost.note)
-    if math.isinf(scale.reference_flops_per_s):
         return Peeled({"gemm_unsplit": time_ns}, cost.needed * part, note=cost.note)
     flops = cost.needed_causal * part
     ideal = 1e9 * flops / scale.reference_flops_per_s
