@@ -1,0 +1,157 @@
+"""What a step would take with one cause removed: the trace played again, host and device, by their dependencies.
+
+The host issues in the recorded order: between two items it takes as long as it took. A piece of work starts once it is
+launched and its stream is free, after as long a delay as it had then. A call that waits for the device returns when what was issued
+before it is done. So what a cause hides behind another one stays hidden, and a step never gets shorter than its remaining
+device time or its remaining host time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from flopwise.trace.idle import INPUT, SYNC, Blocked, Host
+from flopwise.trace.launches import Launches
+from flopwise.trace.steps import Steps
+from flopwise.trace.table import Events
+
+LAUNCH = "launch"
+
+
+@dataclass(frozen=True)
+class Item:
+    """Something that a host thread did which the device depends on, or which depends on it."""
+
+    start_ns: int
+    end_ns: int
+    kind: str  # LAUNCH, INPUT or SYNC
+    work: tuple[int, ...] = ()  # positions in the device's work that a launch issued
+    awaited: int = -1  # position of the work that a call waited for, -1: it did not wait
+
+
+@dataclass(frozen=True)
+class Change:
+    """What is removed."""
+
+    item_ns: Callable[[Item], int | None] = lambda _: None  # a new duration of an item; None: as it was
+    work_ns: Callable[[int, int], float] = lambda _, ns: ns  # a new duration of a piece of work
+
+
+AS_IT_WAS = Change()
+
+
+class Replay:
+    """One device's trace, ready to be played again."""
+
+    def __init__(self, events: Events, work: Launches, host: Host, marks: Steps) -> None:
+        self.work = work
+        self.marks = marks
+        self.items = _items(events, work, host)
+        self.stream = events.stream[work.rows]
+        self.order = np.argsort(work.start_ns, kind="stable")
+        self._ready = self._recorded_ready(events)
+
+    def _recorded_ready(self, events: Events) -> npt.NDArray[np.int64]:
+        """Returns when each piece of work could have started: launched, and its stream free."""
+        free: dict[int, int] = {}
+        ready = self.work.launched_ns.copy()
+        for k in self.order.tolist():
+            stream = int(self.stream[k])
+            ready[k] = max(int(ready[k]), free.get(stream, -(2**62)))
+            free[stream] = max(int(self.work.end_ns[k]), free.get(stream, -(2**62)))
+        return ready
+
+    def step_ns(self, change: Change = AS_IT_WAS) -> float:
+        """Returns the mean step with something removed, over the steps whose begin the trace shows."""
+        ends = self.play(change)
+        bounds = [self._bound(float(bound), ends) for bound in self.marks.bounds_ns.tolist()]
+        first = 1 if self.marks.first_from_mark and len(bounds) > 2 else 0
+        return (bounds[-1] - bounds[first]) / (len(bounds) - 1 - first)
+
+    def _bound(self, bound: float, ends: npt.NDArray[np.float64]) -> float:
+        """Returns where a step's end has moved to: it is the end of a piece of work."""
+        at = np.flatnonzero(self.work.end_ns == bound)
+        return float(ends[at].max()) if len(at) else bound
+
+    def play(self, change: Change) -> npt.NDArray[np.float64]:
+        """Returns when each piece of work ends, shape (n,)."""
+        work, n = self.work, len(self.work.rows)
+        delay = np.maximum(work.start_ns - self._ready, 0)
+        ends = np.zeros(n)
+        free: dict[int, float] = {}
+        clock = float(self.items[0].start_ns) if self.items else 0.0
+        before = self.items[0].start_ns if self.items else 0
+        for item in self.items:
+            clock += max(0, item.start_ns - before)
+            took = item.end_ns - item.start_ns
+            new = change.item_ns(item)
+            if item.kind == LAUNCH:
+                for k in item.work:
+                    stream = int(self.stream[k])
+                    start = max(clock, free.get(stream, float("-inf"))) + float(delay[k])
+                    length = int(work.end_ns[k] - work.start_ns[k])
+                    ends[k] = start + change.work_ns(k, length)
+                    free[stream] = max(ends[k], free.get(stream, float("-inf")))
+                clock += took
+            elif new is not None:
+                clock += new
+            elif item.awaited >= 0:
+                after = item.end_ns - int(work.end_ns[item.awaited])
+                clock = max(clock, ends[item.awaited]) + after
+            else:
+                clock += took
+            before = max(before, item.end_ns)
+        return ends
+
+
+def without(kind: str, left_ns: int = 0) -> Change:
+    """Returns the change that takes away all waiting of one kind, but for `left_ns` each time."""
+    return Change(
+        item_ns=lambda item: min(left_ns, item.end_ns - item.start_ns) if item.kind == kind else None
+    )
+
+
+def _items(events: Events, work: Launches, host: Host) -> list[Item]:
+    """Returns the launches and the waits of the driving threads by their start, none inside another."""
+    by_call: dict[int, list[int]] = {}
+    loose: list[Item] = []
+    for k, call in enumerate(work.runtime.tolist()):
+        if call >= 0:
+            by_call.setdefault(call, []).append(k)
+        else:
+            at = int(work.launched_ns[k])
+            loose.append(Item(at, at, LAUNCH, (k,)))
+    blocking = {one.row: one.cause for one in host.blocked}
+    items = loose
+    for call, ks in by_call.items():
+        start = int(events.start_ns[call])
+        end = start + int(events.duration_ns[call])
+        if call in blocking:  # a blocking copy: it launches, then it waits
+            items.append(Item(start, start, LAUNCH, tuple(ks)))
+        else:
+            items.append(Item(start, end, LAUNCH, tuple(ks)))
+    items += [
+        Item(one.start_ns, one.end_ns, one.cause, awaited=_awaited(work, one))
+        for one in host.blocked
+    ]
+    return sorted(items, key=lambda item: (item.start_ns, item.kind != LAUNCH, item.end_ns))
+
+
+def _awaited(work: Launches, one: Blocked) -> int:
+    """Returns which work a blocking call waited for: the last that ended while it blocked; -1: none."""
+    if one.cause != SYNC:
+        return -1
+    during = (
+        (work.launched_ns <= one.start_ns)
+        & (work.end_ns > one.start_ns)
+        & (work.end_ns <= one.end_ns)
+    )
+    found = np.flatnonzero(during)
+    return int(found[np.argmax(work.end_ns[found])]) if len(found) else -1
+
+
+__all__ = ["AS_IT_WAS", "INPUT", "LAUNCH", "SYNC", "Change", "Item", "Replay", "without"]
