@@ -1,7 +1,7 @@
 """What a step would take with one cause removed: the trace played again, host and device, by their dependencies.
 
 The host issues in the recorded order: between two items it takes as long as it took. A piece of work starts once it is
-launched and its stream is free, after as long a delay as it had then. A call that waits for the device returns when what was issued
+launched and its stream is free; the delay that it had then it has again after whichever of both it had to wait for. A call that waits for the device returns when what was issued
 before it is done. So what a cause hides behind another one stays hidden, and a step never gets shorter than its remaining
 device time or its remaining host time.
 """
@@ -37,7 +37,9 @@ class Item:
 class Change:
     """What is removed."""
 
-    item_ns: Callable[[Item], int | None] = lambda _: None  # a new duration of an item; None: as it was
+    item_ns: Callable[[Item], int | None] = lambda _: (
+        None
+    )  # a new duration of an item; None: as it was
     work_ns: Callable[[int, int], float] = lambda _, ns: ns  # a new duration of a piece of work
 
 
@@ -53,17 +55,20 @@ class Replay:
         self.items = _items(events, work, host)
         self.stream = events.stream[work.rows]
         self.order = np.argsort(work.start_ns, kind="stable")
-        self._ready = self._recorded_ready(events)
+        self._after_launch, self._after_free = self._delays()
 
-    def _recorded_ready(self, events: Events) -> npt.NDArray[np.int64]:
-        """Returns when each piece of work could have started: launched, and its stream free."""
+    def _delays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Returns how long each piece of work took to start, after its launch or after its stream was free."""
         free: dict[int, int] = {}
-        ready = self.work.launched_ns.copy()
+        latency = np.zeros(len(self.work.rows), np.int64)
+        gap = np.zeros(len(self.work.rows), np.int64)
         for k in self.order.tolist():
-            stream = int(self.stream[k])
-            ready[k] = max(int(ready[k]), free.get(stream, -(2**62)))
-            free[stream] = max(int(self.work.end_ns[k]), free.get(stream, -(2**62)))
-        return ready
+            stream, launched = int(self.stream[k]), int(self.work.launched_ns[k])
+            before = free.get(stream, -(2**62))
+            delay = max(0, int(self.work.start_ns[k]) - max(launched, before))
+            (latency if launched > before else gap)[k] = delay
+            free[stream] = max(int(self.work.end_ns[k]), before)
+        return latency, gap
 
     def step_ns(self, change: Change = AS_IT_WAS) -> float:
         """Returns the mean step with something removed, over the steps whose begin the trace shows."""
@@ -80,7 +85,6 @@ class Replay:
     def play(self, change: Change) -> npt.NDArray[np.float64]:
         """Returns when each piece of work ends, shape (n,)."""
         work, n = self.work, len(self.work.rows)
-        delay = np.maximum(work.start_ns - self._ready, 0)
         ends = np.zeros(n)
         free: dict[int, float] = {}
         clock = float(self.items[0].start_ns) if self.items else 0.0
@@ -92,7 +96,10 @@ class Replay:
             if item.kind == LAUNCH:
                 for k in item.work:
                     stream = int(self.stream[k])
-                    start = max(clock, free.get(stream, float("-inf"))) + float(delay[k])
+                    start = max(
+                        clock + float(self._after_launch[k]),
+                        free.get(stream, float("-inf")) + float(self._after_free[k]),
+                    )
                     length = int(work.end_ns[k] - work.start_ns[k])
                     ends[k] = start + change.work_ns(k, length)
                     free[stream] = max(ends[k], free.get(stream, float("-inf")))
@@ -111,7 +118,9 @@ class Replay:
 def without(kind: str, left_ns: int = 0) -> Change:
     """Returns the change that takes away all waiting of one kind, but for `left_ns` each time."""
     return Change(
-        item_ns=lambda item: min(left_ns, item.end_ns - item.start_ns) if item.kind == kind else None
+        item_ns=lambda item: (
+            min(left_ns, item.end_ns - item.start_ns) if item.kind == kind else None
+        )
     )
 
 

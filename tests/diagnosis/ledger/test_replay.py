@@ -1,0 +1,107 @@
+"""Steps played again with a cause removed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from flopwise.diagnosis.ledger.replay import INPUT, SYNC, Change, Replay, without
+from flopwise.trace.idle import Host
+from flopwise.trace.launches import launches
+from flopwise.trace.steps import steps
+
+LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+
+
+def replay_of(timeline: Any) -> Replay:
+    events = timeline.read().events
+    work = launches(events, 0)
+    return Replay(events, work, Host(events, work), steps(events, work))
+
+
+def looped(
+    timeline: Any, n: int, *, loader: float = 0, sync: bool = False, kernel: float = 100
+) -> Any:
+    """n steps of a host that takes `loader`, then launches two kernels 10 us apart, each of which takes 4 us to start."""
+    host, device = 0.0, 0.0
+    for _ in range(n):
+        if loader:
+            timeline.add("user_annotation", LOADER, host, loader)
+            host += loader
+        for name in ("forward", "update"):
+            if name == "update":
+                timeline.optimizer(host - 1, 20)
+            start = max(host + 4, device)
+            timeline.kernel(name, start, kernel, at=host, took=3)
+            device = start + kernel
+            host += 10
+        if sync:
+            end = max(host, device) + 2
+            timeline.call("cudaStreamSynchronize", host, end - host)
+            host = end
+        host += 20
+    return timeline
+
+
+@pytest.mark.parametrize("loader", [0, 50, 500])
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("kernel", [5, 100])
+def test_nothing_removed_is_what_was_recorded(
+    timeline: Any, loader: float, sync: bool, kernel: float
+) -> None:
+    replay = replay_of(looped(timeline, 5, loader=loader, sync=sync, kernel=kernel))
+    bounds = replay.marks.bounds_ns
+    recorded = (bounds[-1] - bounds[0]) / (len(bounds) - 1)
+    assert replay.step_ns() == pytest.approx(recorded, rel=1e-9)
+
+
+def test_a_loader_that_is_longer_than_the_device_gives_the_device_time(timeline: Any) -> None:
+    replay = replay_of(looped(timeline, 30, loader=500))
+    assert replay.step_ns() == pytest.approx(540_000)  # 500 + 2 x 10 + 20 of the host
+    assert replay.step_ns(without(INPUT)) == pytest.approx(200_000)  # two kernels of 100
+
+
+def test_a_loader_hidden_behind_the_device_gains_nothing(timeline: Any) -> None:
+    replay = replay_of(looped(timeline, 30, loader=50))
+    assert replay.step_ns() == pytest.approx(200_000)
+    assert replay.step_ns(without(INPUT)) == pytest.approx(200_000)
+
+
+def test_what_is_left_of_a_wait_counts(timeline: Any) -> None:
+    replay = replay_of(looped(timeline, 30, loader=500))
+    assert replay.step_ns(without(INPUT, 300_000)) == pytest.approx(340_000)
+
+
+def test_without_its_synchronisations_the_host_runs_ahead(timeline: Any) -> None:
+    replay = replay_of(looped(timeline, 30, sync=True))
+    # forward starts 4 after its launch; update follows it; 2 to return; 20 of Python
+    assert replay.step_ns() == pytest.approx(226_000)
+    assert replay.step_ns(without(SYNC)) == pytest.approx(200_000, rel=0.002)
+
+
+def test_a_synchronisation_hides_what_a_faster_loader_would_gain(timeline: Any) -> None:
+    replay = replay_of(looped(timeline, 30, loader=50, sync=True))
+    assert replay.step_ns() == pytest.approx(276_000)
+    assert replay.step_ns(without(INPUT)) == pytest.approx(226_000)
+
+
+def test_faster_kernels_gain_up_to_the_host(timeline: Any) -> None:
+    replay = replay_of(looped(timeline, 30))
+    half = Change(work_ns=lambda _, ns: ns / 2)
+    assert replay.step_ns(half) == pytest.approx(100_000)
+    nothing = Change(work_ns=lambda _, ns: 0)
+    assert replay.step_ns(nothing) == pytest.approx(40_000, rel=0.01)  # the host's 2 x 10 + 20
+
+
+def test_streams_run_beside_each_other(timeline: Any) -> None:
+    for i in range(4):
+        at = 100.0 * i
+        timeline.kernel("a", at + 5, 60, at=at, stream=7)
+        timeline.kernel("b", at + 15, 60, at=at + 10, stream=8)
+        timeline.optimizer(at + 19, 10)
+        timeline.kernel("update", at + 80, 10, at=at + 20, stream=7)
+    replay = replay_of(timeline)
+    assert replay.step_ns() == pytest.approx(100_000)
+    free_b = Change(work_ns=lambda k, ns: 0 if replay.stream[k] == 8 else ns)
+    assert replay.step_ns(free_b) == pytest.approx(100_000)
