@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import socket
@@ -24,6 +25,8 @@ from flopwise.records import run as run_records
 from flopwise.records import store
 from flopwise.records.rank import FlopCount, RankRecord, StepRow, Telemetry
 from flopwise.records.run import RunRecord
+from flopwise.trace.chrome import Trace
+from flopwise.trace.chrome import read as read_trace
 
 os.environ["OMP_NUM_THREADS"] = "1"
 for _name in (
@@ -197,3 +200,141 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+class Timeline:
+    """A trace made by hand, as today's Kineto writes it. All times are microseconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[dict[str, Any]] = []
+        self.header: dict[str, Any] = {"schemaVersion": 1}
+        self._numbers = itertools.count(1)
+
+    def add(
+        self,
+        cat: str,
+        name: str,
+        ts: float,
+        dur: float,
+        lane: tuple[int | str, int | str] = (10, 1),
+        **args: Any,
+    ) -> None:
+        """Adds any event."""
+        event = {"ph": "X", "cat": cat, "name": name, "pid": lane[0], "tid": lane[1]}
+        self.events.append({**event, "ts": ts, "dur": dur, "args": args})
+
+    def op(
+        self, name: str, ts: float, dur: float, *operands: Any, tid: int = 1, **args: Any
+    ) -> int:
+        """Adds an operator and returns its external id; operands are (shape, dtype) or plain values."""
+        number = next(self._numbers)
+        if operands:
+            tensors = [isinstance(one, tuple) for one in operands]
+            args["Input Dims"] = [
+                list(one[0]) if tensor else []
+                for one, tensor in zip(operands, tensors, strict=True)
+            ]
+            args["Input type"] = [
+                one[1] if tensor else "Scalar"
+                for one, tensor in zip(operands, tensors, strict=True)
+            ]
+            args["Concrete Inputs"] = [
+                "" if tensor else str(one) for one, tensor in zip(operands, tensors, strict=True)
+            ]
+        self.add("cpu_op", name, ts, dur, (10, tid), **{"External id": number, **args})
+        return number
+
+    def call(self, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> int:
+        """Adds a call of the CUDA runtime and returns its correlation."""
+        number = args.pop("correlation", None) or next(self._numbers)
+        self.add("cuda_runtime", name, ts, dur, (10, tid), correlation=number, **args)
+        return number
+
+    def kernel(
+        self,
+        name: str,
+        ts: float,
+        dur: float,
+        *,
+        at: float | None = None,
+        took: float = 2,
+        tid: int = 1,
+        cat: str = "kernel",
+        by: str = "cudaLaunchKernel",
+        op: int = 0,
+        stream: int = 7,
+        device: int = 0,
+        **args: Any,
+    ) -> None:
+        """Adds a kernel (or a copy), and the call that launched it where `at` says when."""
+        if at is not None:
+            args["correlation"] = self.call(
+                by, at, took, tid, **({"External id": op} if op else {})
+            )
+        if op:
+            args["External id"] = op
+        self.add(cat, name, ts, dur, (device, stream), device=device, stream=stream, **args)
+
+    def mark(self, number: int, ts: float, dur: float) -> None:
+        """Adds the profiler's mark of a step."""
+        self.add("user_annotation", f"ProfilerStep#{number}", ts, dur)
+
+    def optimizer(self, ts: float, dur: float, name: str = "SGD", tid: int = 1) -> None:
+        """Adds the range of an optimizer's step."""
+        self.add("user_annotation", f"Optimizer.step#{name}.step", ts, dur, (10, tid))
+
+    def on(self, name: str, device: int = 0) -> None:
+        """Names a device in the header."""
+        self.header.setdefault("deviceProperties", []).append({"id": device, "name": name})
+
+    @property
+    def text(self) -> str:
+        """The file, indented as the profiler does it."""
+        content = {**self.header, "traceEvents": self.events, "traceName": "trace.json"}
+        return json.dumps(content, indent=2)
+
+    def write(self, name: str = "trace.json") -> Path:
+        """Returns the path of the file."""
+        path = self.folder / name
+        path.write_text(self.text, "utf-8")
+        return path
+
+    def read(self) -> Trace:
+        """Returns the trace as it is read back."""
+        return read_trace(self.write())
+
+
+@pytest.fixture
+def timeline(tmp_path: Path) -> Timeline:
+    """Returns an empty trace to be filled."""
+    return Timeline(tmp_path)
+
+
+@pytest.fixture
+def training(timeline: Timeline) -> Callable[..., Timeline]:
+    """Returns a function that fills a trace with steps of 1000 us on an H200 that are easy to divide.
+
+    Each step i, from 1000 i on: `aten::mm` of 1024 cubed in bfloat16 for 400 us, a ReLU of a million float32 for 200 us, the
+    optimizer's kernel for 100 us, all launched in the step before, so that the device is idle for 300 us by itself.
+    """
+
+    def fill(steps: int = 4, device: str | None = "NVIDIA H200", marks: bool = True) -> Timeline:
+        t = timeline
+        if device:
+            t.on(device)
+        for i in range(steps):
+            host, at = 10_000 + 100 * i, 20_000 + 1000 * i
+            square = ([1024, 1024], "c10::BFloat16")
+            if marks:
+                t.mark(i, host, 100)
+            op = t.op("aten::mm", host + 10, 10, square, square)
+            t.kernel("gemm", at, 400, at=host + 12, op=op)
+            op = t.op("aten::relu", host + 30, 10, ([1000, 1000], "float"))
+            t.kernel("relu", at + 500, 200, at=host + 32, op=op)
+            t.optimizer(host + 50, 30)
+            op = t.op("aten::add_", host + 55, 10, ([8], "float"), ([8], "float"), 1)
+            t.kernel("step", at + 900, 100, at=host + 57, op=op)
+        return t
+
+    return fill

@@ -9,41 +9,6 @@ from typing import Any
 
 import pytest
 
-
-def kernel(ts: float, dur: float, correlation: int = 0, **more: Any) -> dict[str, Any]:
-    """Returns a kernel as today's Kineto writes it; times in microseconds."""
-    name = more.pop("name", "gemm")
-    stream, device = more.pop("stream", 7), more.pop("device", 0)
-    args = {"device": device, "stream": stream, "correlation": correlation, **more}
-    return {
-        "ph": "X",
-        "cat": "kernel",
-        "name": name,
-        "pid": device,
-        "tid": stream,
-        "ts": ts,
-        "dur": dur,
-        "args": args,
-    }
-
-
-def host(
-    cat: str, name: str, ts: float, dur: float, tid: int | str = 1, **args: Any
-) -> dict[str, Any]:
-    """Returns an event of a host thread."""
-    event = {"ph": "X", "cat": cat, "name": name, "pid": 10, "tid": tid, "ts": ts, "dur": dur}
-    return {**event, "args": args}
-
-
-def launched(
-    ts: float, dur: float, correlation: int, at: float, took: float = 5.0, **more: Any
-) -> list[dict[str, Any]]:
-    """Returns a kernel and the call that launched it at another time."""
-    tid = more.pop("tid", 1)
-    call = host("cuda_runtime", "cudaLaunchKernel", at, took, tid=tid, correlation=correlation)
-    return [call, kernel(ts, dur, correlation, **more)]
-
-
 Writer = Callable[..., Path]
 
 

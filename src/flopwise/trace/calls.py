@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from flopwise.flops.call import Call, Cost, Operand, Shape
-from flopwise.flops.table import RULES
+from flopwise.flops.table import rule_of
 from flopwise.flops.zero import POINTWISE
 from flopwise.trace.table import Operands
 
@@ -105,11 +105,11 @@ def call_of(name: str, operands: Operands) -> Call:
         LookupError: the op has none, or its operands were not recorded.
         ValueError: the recorded text is no list.
     """
-    if name not in RULES:
+    if rule_of(name) is None:
         raise LookupError(f"{name}: no formula")
     if not operands.dims:
         raise LookupError(f"{name}: shapes not recorded")
-    names = schemas().get(name)
+    names = schemas().get(name) or schemas().get(name.rstrip("_"))  # `addmm_` is `addmm` in place
     if names is None:
         raise LookupError(f"{name}: the names of its arguments are not known")
     found = arguments(operands)
@@ -131,8 +131,11 @@ def cost_of(call: Call) -> Cost:
         LookupError: an operand that the formula reads was not recorded.
         ValueError: the operands make no sense.
     """
+    rule = rule_of(call.name)
+    if rule is None:
+        raise LookupError(f"{call.name}: no formula")
     try:
-        cost = RULES[call.name].formula(call)
+        cost = rule.formula(call)
     except (ArithmeticError, TypeError, IndexError):
         raise ValueError(f"{call.name}: its operands make no sense") from None
     if not 0 <= cost.needed < MOST_FLOPS:
@@ -185,7 +188,7 @@ def _given_result(names: list[str], found: tuple[object, ...]) -> Operand | None
 
 def _result(call: Call) -> Operand | None:
     """Returns the result of the common products and convolutions; None where it is not derived."""
-    op = call.name.partition("::")[2]
+    op = call.name.partition("::")[2].rstrip("_")
     if op in ("mm", "bmm", "_scaled_mm", "_int_mm"):
         left, right = call.tensor("self"), call.tensor("mat2")
         return Operand((*left.shape[:-1], right.shape[-1]), left.dtype)
@@ -221,7 +224,7 @@ def _convolved(call: Call) -> Operand | None:
         (n + p - d * (k - 1) - 1) // s + 1
         for n, p, d, k, s in zip(sizes, pads, dilation, kernel, stride, strict=True)
     ]
-    if min(spatial, default=0) < 0:
+    if min(spatial, default=1) < 1:
         raise ValueError(f"{call.name}: its filter is larger than what it reads")
     return Operand((given.shape[0], weight.shape[0], *spatial), given.dtype)
 

@@ -92,7 +92,7 @@ class Host:
         self.work = work
         driving = np.unique(events.lane[work.runtime[work.runtime >= 0]])
         on_host = np.isin(events.lane, driving)
-        loading = events.names_where(loads_batch) & events.of(Kind.OP, Kind.ANNOTATION)
+        loading = events.names_where(loads_batch) & events.of(Kind.OP, Kind.ANNOTATION) & on_host
         blocking = events.names_where(blocks) & events.of(Kind.RUNTIME) & on_host
         self.blocked = self._outermost(loading, INPUT) + self._outermost(blocking, SYNC)
         self.blocked.sort(key=lambda one: (one.start_ns, one.end_ns))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from flopwise.diagnosis.ledger.scale import Scale, runs_on_tf32
 from flopwise.flops.call import Call, Cost
 from flopwise.flops.dtypes import Precision, executed
-from flopwise.flops.table import RULES
+from flopwise.flops.table import Rule, rule_of
 from flopwise.flops.zero import is_zero
 from flopwise.trace.calls import call_of, cost_of, operand_bytes
 from flopwise.trace.table import Operands
@@ -60,20 +60,22 @@ def peel(
         least_ns: the time of the smallest kernel there.
         part: of the call, which this time is: its FLOPs and bytes count so far.
     """
-    if name in RULES:
+    rule = rule_of(name)
+    if rule is not None:
         try:
             call = call_of(name, operands)
             cost = cost_of(call)
         except (LookupError, ValueError) as error:
             return Peeled({"unattributed": time_ns}, covered=False, note=str(error))
         if cost.needed:
-            return _product(call, cost, operands, kernels, time_ns, scale, part)
+            return _product(rule, call, cost, operands, kernels, time_ns, scale, part)
     elif not (is_zero(name) or _generated(name)):
         return Peeled({"unattributed": time_ns}, covered=False, note=f"{name}: no formula")
     return _memory(operand_bytes(name, operands), time_ns, scale, least_ns, part)
 
 
 def _product(
+    rule: Rule,
     call: Call,
     cost: Cost,
     operands: Operands,
@@ -82,7 +84,6 @@ def _product(
     scale: Scale,
     part: float,
 ) -> Peeled:
-    rule = RULES[call.name]
     dtype = call.tensor(*rule.operand).dtype
     tf32 = runs_on_tf32(kernels)
     kind = executed(dtype, rule.family, Precision(tf32, tf32, tf32, tf32))
