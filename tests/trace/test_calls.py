@@ -22,6 +22,7 @@ from flopwise.trace.calls import (
 )
 from flopwise.trace.table import Operands
 
+
 def recorded(*found: Any, dtype: str = "float", strides: Any = None) -> Operands:
     """Returns operands as a trace has them: lists are shapes, text is a plain value, None is not there."""
     dims = [one if isinstance(one, list) else [] for one in found]
