@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flopwise.trace.launches import launches
-from flopwise.trace.steps import Steps, optimizer_calls, steps
+from flopwise.trace.steps import Steps, finished, optimizer_calls, steps
 
 
 def of(timeline: Any) -> Steps:
@@ -94,3 +94,31 @@ def test_names_that_only_look_like_an_optimizer(timeline: Any) -> None:
     timeline.add("user_annotation", "my Optimizer.step#SGD.step", 10, 5)
     timeline.add("gpu_user_annotation", "Optimizer.step#SGD.step", 20, 5)
     assert len(optimizer_calls(timeline.read().events)) == 0
+
+
+class TestAFileThatWasCut:
+    def of(self, timeline: Any) -> Steps:
+        events = timeline.read().events
+        work = launches(events, 0)
+        return finished(steps(events, work), work)
+
+    def test_the_step_in_which_its_work_ends_is_no_whole_one(self, training: Any) -> None:
+        t = training(4)
+        t.events = t.events[:-3]  # without the last step's optimizer
+        found = self.of(t)
+        assert found.bounds_ns.tolist() == [10_000_000, 21_000_000, 22_000_000, 23_000_000]
+        assert found.numbers == (0, 1, 2)
+        assert len(found.host_ns) == 4
+
+    def test_nor_are_those_after_it(self, training: Any) -> None:
+        """A profiler writes the marks first."""
+        t = training(5)
+        t.events = [e for e in t.events if e["cat"] != "kernel" or e["ts"] < 22_600]
+        assert self.of(t).bounds_ns.tolist() == [10_000_000, 21_000_000, 22_000_000]
+
+    def test_where_no_other_is_left_all_stay(self, training: Any) -> None:
+        t = training(2)
+        assert self.of(t).bounds_ns.tolist() == [10_000_000, 21_000_000, 22_000_000]
+        t.events.clear()
+        t.kernel("k", 10, 5)
+        assert len(self.of(t)) == 1

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flopwise.cli.report import _width
 
@@ -54,7 +53,12 @@ def run(args: argparse.Namespace) -> int:
     from flopwise.reports.terminal import render_ledger
     from flopwise.trace.chrome import read
 
-    trace = read(args.trace, _progress(args.trace))
+    progress = Progress(args.trace.name) if sys.stderr.isatty() else None
+    try:
+        trace = read(args.trace, progress)
+    finally:
+        if progress is not None:
+            progress.end()
     record = ledger(trace, args.device)
     partial = trace.damage.ends_early is not None
     if str(args.json) == "-":
@@ -72,23 +76,27 @@ def run(args: argparse.Namespace) -> int:
     return int(partial)
 
 
-def _progress(path: Path) -> Callable[[int], None] | None:
-    """Returns what tells on standard error how far reading is, where that is a terminal."""
-    if not sys.stderr.isatty():
-        return None
-    began = told = time.monotonic()
+class Progress:
+    """Tells on standard error how far reading is, once it takes long."""
 
-    def progress(n_bytes: int) -> Any:
-        nonlocal told
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._began = self._told = time.monotonic()
+        self._shown = False
+
+    def __call__(self, n_bytes: int) -> None:
+        """Says how many bytes were read so far, unless it was said just now."""
         now = time.monotonic()
-        if now - began > QUIET_S and now - told > EVERY_S:
-            told = now
-            rate = n_bytes / (now - began) / 1e6
-            print(
-                f"\r{path.name}: {n_bytes / 1e6:.0f} MB read, {rate:.0f} MB/s ",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+        if now - self._began <= QUIET_S or now - self._told <= EVERY_S:
+            return
+        self._told, self._shown = now, True
+        rate = n_bytes / (now - self._began) / 1e6
+        from flopwise.reports.screen import visible
 
-    return progress
+        text = f"\r{visible(self._name, ascii_only=True)}: {n_bytes / 1e6:.0f} MB read, {rate:.0f} MB/s "
+        print(text, end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Ends the line, if there is one."""
+        if self._shown:
+            print(file=sys.stderr, flush=True)

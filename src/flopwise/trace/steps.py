@@ -6,6 +6,7 @@ ahead, and under a CUDA graph they say nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 
@@ -71,6 +72,19 @@ def steps(events: Events, work: Launches) -> Steps:
     low, high = int(work.start_ns.min()), int(work.end_ns.max())
     bounds = np.asarray([low, high], np.int64)
     return Steps(bounds, bounds, "whole trace", first_from_mark=True)
+
+
+def finished(found: Steps, work: Launches) -> Steps:
+    """Returns the steps of a file that was cut without the one in which its work ends; all where no other is left."""
+    n = int((found.bounds_ns[1:] < work.end_ns.max()).sum())
+    if n == 0 or (n == 1 and found.first_from_mark):
+        return found
+    return dataclasses.replace(
+        found,
+        bounds_ns=found.bounds_ns[: n + 1],
+        host_ns=found.host_ns[: n + 1],
+        numbers=found.numbers[:n],
+    )
 
 
 def _by_marks(

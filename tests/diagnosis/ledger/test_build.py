@@ -275,7 +275,7 @@ def test_a_damaged_file_is_said(training: Any) -> None:
     from flopwise.trace.chrome import read
 
     record = ledger(read(path))
-    assert any("1 damaged events were left out (byte" in note for note in record.notes)
+    assert any("1 damaged event was left out (byte" in note for note in record.notes)
     path.write_text(t.text[: len(t.text) * 3 // 4], "utf-8")
     record = ledger(read(path))
     assert any("the file ends early" in note for note in record.notes)

@@ -27,7 +27,7 @@ from flopwise.trace.kinds import Kind
 from flopwise.trace.launches import Launches, launches
 from flopwise.trace.ownership import Owner, classes, own
 from flopwise.trace.partition import devices, partition
-from flopwise.trace.steps import Steps, optimizer_calls, steps
+from flopwise.trace.steps import Steps, finished, optimizer_calls, steps
 from flopwise.trace.table import Events, Operands
 
 RESAMPLES = 400  # of the bootstrap over steps
@@ -83,6 +83,8 @@ def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
     scale, reason = scale_of(properties.get("name"), properties.get("totalGlobalMem"))
     work = launches(events, device)
     marks = steps(events, work)
+    if trace.damage.ends_early:
+        marks = finished(marks, work)
     sound = judge(trace.events, sifted, work, marks)
     tally = _tally(events, work, marks, sound.first, scale or _unit_scale())
     trace = dataclasses.replace(trace, events=events)
@@ -343,9 +345,16 @@ def _notes(trace: Trace, marks: Steps, sound: Soundness, tally: Tally, n: int) -
         )
     damage = trace.damage
     if damage.events:
-        notes.append(f"{damage.events} damaged events were left out ({damage.described[0]})")
+        what = (
+            "1 damaged event was" if damage.events == 1 else f"{damage.events} damaged events were"
+        )
+        notes.append(f"{what} left out ({damage.described[0]})")
     if damage.ends_early:
-        notes.append(f"the file ends early: {damage.ends_early}")
+        events = trace.events
+        ms = 1e-6 * int(events.end_ns.max() - events.start_ns.min())
+        notes.append(
+            f"the file ends early, after {len(events)} events over {ms:.4g} ms: {damage.ends_early}"
+        )
     for note, ns in _largest(tally.notes, 4):
         notes.append(f"{ns * 1e-6 / n:.3g} ms a step: {note}")
     return notes

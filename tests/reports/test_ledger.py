@@ -1,0 +1,136 @@
+"""The report of a ledger: whole, at any width, in ASCII, with hostile names."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flopwise.diagnosis.ledger.build import ledger
+from flopwise.records.ledger import FAMILIES, LedgerRecord
+from flopwise.reports.ledger import WORDS
+from flopwise.reports.terminal import render_ledger
+
+WHOLE = """\
+flopwise analyze trace.json
+device 0: NVIDIA H200 · 3 steps of 4, ended by the optimizer · rank 3 of 8
+
+  MFU         0.22 % · of 989.5 TFLOP/s · data sheet
+  step        1 ms · profiled · each: 1 ms, 1 ms, 1 ms
+  device busy 70 %
+  known cost  100 % of kernel time
+
+  where the step goes
+                                               a step  95 %   share
+  useful work                      ▏          2.17 µs        0.22 %
+  products: above their floor      ████████  397.8 µs        39.8 %
+  optimizer                        ██          100 µs          10 %
+  memory: bytes at full bandwidth  ██          100 µs          10 %
+  memory: above that               ██          100 µs          10 %
+  idle: between queued kernels     ██████      300 µs          30 %
+  step                                           1 ms         100 %
+
+  by operator, the largest
+  operator    calls  a step  share
+  aten::mm        1  400 µs   40 %
+  aten::relu      1  200 µs   20 %
+  aten::add_      1  100 µs   10 %
+
+  event span  4 ms from the first device event to the last · compute 70 %
+              exposed communication 0 % · exposed copies 0 % · idle 30 %
+
+  note        the steps were profiled: without undisturbed ones beside them, how
+              much the profiler stretched them is not known; host-bound steps
+              can be twice as long under it
+  note        the first step is left out: the trace does not show when the
+              device began it
+
+  saved       ledger.json
+"""
+
+
+@pytest.fixture
+def record(training: Any) -> LedgerRecord:
+    t = training(4)
+    t.header["distributedInfo"] = {"rank": 3, "world_size": 8}
+    found = ledger(t.read())
+    return dataclasses.replace(found, trace="trace.json", peak_source="data sheet")
+
+
+def test_every_line_has_words() -> None:
+    assert list(WORDS) == list(FAMILIES)
+
+
+def test_the_whole_report(record: LedgerRecord) -> None:
+    text = render_ledger(record, width=80, color=False, saved=["ledger.json"])
+    assert text == WHOLE
+
+
+@pytest.mark.parametrize("width", [40, 70, 100, 200])
+@pytest.mark.parametrize("ascii_only", [False, True])
+def test_never_wider_than_it_was_told(record: LedgerRecord, width: int, ascii_only: bool) -> None:
+    doubted = dataclasses.replace(
+        record, untrusted_because=["a long doubt " * 20], notes=["a note"], trusted=False
+    )
+    text = render_ledger(doubted, width=width, color=False, ascii_only=ascii_only, saved=["x.json"])
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert text.isascii() is ascii_only
+    flat = " ".join(text.split())
+    for words in ("useful work", "39.8 %", "aten::mm", "event", "not trusted", "x.json"):
+        assert words in flat
+
+
+def test_no_mfu_gives_its_reason(record: LedgerRecord) -> None:
+    text = render_ledger(
+        dataclasses.replace(record, mfu=None, mfu_reason="no peak is known"), width=100, color=False
+    )
+    assert "  MFU         none · no peak is known\n" in text
+
+
+def test_busy_time_as_a_range(record: LedgerRecord) -> None:
+    text = render_ledger(dataclasses.replace(record, busy_most_frac=0.9), width=100, color=False)
+    assert "  device busy 70 % to 90 %, by how long the unusable kernels ran\n" in text
+    same = render_ledger(
+        dataclasses.replace(record, busy_most_frac=0.700001), width=100, color=False
+    )
+    assert "  device busy 70 %\n" in same
+
+
+def test_a_world_of_which_the_rank_is_not_known(record: LedgerRecord) -> None:
+    text = render_ledger(dataclasses.replace(record, rank=None), width=100, color=False)
+    assert "rank" not in text.splitlines()[1]
+
+
+def test_colour_is_only_ours(record: LedgerRecord) -> None:
+    assert "\x1b[" in render_ledger(record, width=100, color=True)
+    assert "\x1b" not in render_ledger(record, width=100, color=False)
+
+
+HOSTILE = "\x1b[31m\x1b]0;title\x07\r\n\u202e[bold]\ud800漢"
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_names_that_a_terminal_would_obey(training: Any, width: int) -> None:
+    t = training(3, device=HOSTILE)
+    for event in t.events:
+        if event["name"] in ("aten::relu", "aten::mm", "gemm"):
+            event["name"] = HOSTILE + event["name"]
+    found = dataclasses.replace(ledger(t.read()), trace=HOSTILE)
+    text = render_ledger(found, width=width, color=False)
+    assert not set(text) & set("\x1b\x07\r\u202e\ud800")
+    text.encode("utf-8")
+    assert "[bold]" in "".join(text.split())
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@given(data=st.data(), width=st.integers(40, 200), ascii_only=st.booleans())
+def test_any_record_can_be_drawn(
+    any_record: Any, data: st.DataObject, width: int, ascii_only: bool
+) -> None:
+    record = data.draw(any_record(LedgerRecord))
+    text = render_ledger(record, width=width, color=False, ascii_only=ascii_only)
+    text.encode("utf-8")
+    assert "\x1b" not in text
