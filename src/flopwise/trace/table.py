@@ -88,7 +88,7 @@ class Events:
     kind: npt.NDArray[np.int8]
     name: npt.NDArray[np.int32]
     lane: npt.NDArray[np.int32]
-    device: npt.NDArray[np.int32]
+    device: npt.NDArray[np.int16]
     stream: Ints
     correlation: Ints
     external: Ints  # joins runtime calls and kernels with their operator
@@ -151,7 +151,7 @@ _COLUMN_TYPES: dict[str, Any] = {
     "kind": np.int8,
     "name": np.int32,
     "lane": np.int32,
-    "device": np.int32,
+    "device": np.int16,
     "stream": np.int64,
     "correlation": np.int64,
     "external": np.int64,
@@ -163,6 +163,9 @@ _COLUMN_TYPES: dict[str, Any] = {
     "triton": np.int32,
     "stack": np.int32,
 }
+
+
+_NEVER_ABSENT = frozenset(("start_ns", "duration_ns", "kind", "name", "lane"))
 
 
 class Builder:
@@ -181,7 +184,11 @@ class Builder:
 
     def add(self, rows: int, **columns: Sequence[int] | npt.NDArray[Any] | Iterable[int]) -> None:
         """Appends `rows` events; columns that are left out are absent in them."""
-        piece = {name: np.asarray(values, _COLUMN_TYPES[name]) for name, values in columns.items()}
+        piece = {}
+        for name, values in columns.items():
+            column = np.asarray(values, _COLUMN_TYPES[name])
+            if name in _NEVER_ABSENT or (column != ABSENT).any():
+                piece[name] = column
         self._pieces.append({"rows": rows, **piece})
         self.rows += rows
 
@@ -193,7 +200,8 @@ class Builder:
         columns["lane"] = renumbered[columns["lane"]]
         order = np.lexsort((-columns["duration_ns"], columns["start_ns"]))
         for name in columns:  # one at a time: the old column goes before the next one is made
-            columns[name] = columns[name][order]
+            if columns[name].strides != (0,):
+                columns[name] = columns[name][order]
         return Events(
             **columns,
             names=self.names.values_in_order(),
@@ -206,6 +214,8 @@ class Builder:
         )
 
     def _column(self, name: str, kind: Any) -> npt.NDArray[Any]:
+        if not any(name in piece for piece in self._pieces):  # takes no memory
+            return np.broadcast_to(np.asarray(ABSENT, kind), (self.rows,))
         column = np.full(self.rows, ABSENT, kind)
         at = 0
         for piece in self._pieces:
