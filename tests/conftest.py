@@ -311,6 +311,13 @@ def timeline(tmp_path: Path) -> Timeline:
     return Timeline(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def timelines(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Timeline]:
+    """Returns a function that makes empty traces, one at a time."""
+    folder = tmp_path_factory.mktemp("timelines")
+    return lambda: Timeline(folder)
+
+
 @pytest.fixture
 def training(timeline: Timeline) -> Callable[..., Timeline]:
     """Returns a function that fills a trace with steps of 1000 us on an H200 that are easy to divide.

@@ -128,7 +128,13 @@ class TestLostLaunches:
         timeline.call("cudaMemcpyAsync", 14, 2)
         assert self.names(timeline.read().events) == []
 
+    def test_where_no_work_names_its_launch_nothing_is_known(self, timeline: Any) -> None:
+        timeline.kernel("k", 20, 5)
+        timeline.call("hipLaunchKernel", 12, 2)
+        assert self.names(timeline.read().events) == []
+
     def test_what_a_stream_captures_does_not_run(self, timeline: Any) -> None:
+        timeline.kernel("k", 5, 5, at=1)
         timeline.call("cudaStreamBeginCapture", 10, 1)
         timeline.call("cudaLaunchKernel", 12, 1)
         timeline.call("cudaLaunchKernelExC", 12.5, 1, tid=2)

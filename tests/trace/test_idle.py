@@ -76,6 +76,7 @@ def test_a_host_that_waited_for_the_device_and_its_re_ramp(timeline: Any) -> Non
     # that the device waits since then are made up for
     assert found.by_cause == only(**{SYNC: 60_000})
     assert who == ["cudaStreamSynchronize"]
+    assert list(found.by_row.values()) == [60_000]
 
 
 def test_the_re_ramp_costs_no_more_than_the_call_blocked(timeline: Any) -> None:
@@ -96,6 +97,37 @@ def test_a_queue_that_has_refilled_ends_the_re_ramp(timeline: Any) -> None:
     found, _ = idle_of(timeline, 100, 450)
     # 200-220 for the call and its re-ramp; 370-400 is a new delay
     assert found.by_cause == only(**{SYNC: 20_000, LAUNCH: 30_000})
+
+
+def test_work_that_was_queued_ends_the_re_ramp_too(timeline: Any) -> None:
+    timeline.kernel("a", 100, 100, at=50)
+    timeline.call("cudaStreamSynchronize", 102, 100)
+    timeline.kernel("b", 220, 10, at=210)
+    timeline.kernel("c", 245, 10, at=227, took=2)  # called before the gap, which begins at 230
+    timeline.kernel("d", 300, 50, at=290)
+    found, _ = idle_of(timeline, 100, 350)
+    # 200-220 for the call and its re-ramp; 230-245 was the device; 255-300 is a new delay
+    assert found.by_cause == only(**{SYNC: 20_000, DEVICE: 15_000, LAUNCH: 45_000})
+
+
+def test_stretches_that_overlap_on_two_threads_count_once(timeline: Any) -> None:
+    timeline.kernel("a", 10, 90, at=5)
+    timeline.kernel("a2", 20, 80, at=6, tid=2, stream=8)
+    timeline.add("user_annotation", NEXT, 60, 140)
+    timeline.call("cudaStreamSynchronize", 150, 100, tid=2)
+    timeline.kernel("b", 280, 50, at=270)
+    found, _ = idle_of(timeline, 10, 330)
+    # the loader 100-200, the call 200-250 of the other thread; it blocked in the gap alone, so that it owes nothing
+    assert found.by_cause == only(**{INPUT: 100_000, SYNC: 50_000, LAUNCH: 30_000})
+
+
+def test_work_that_seems_to_start_before_its_launch(timeline: Any) -> None:
+    """The clocks of host and device disagree by some microseconds."""
+    timeline.kernel("a", 100, 100, at=50)
+    timeline.add("user_annotation", NEXT, 205, 200)
+    timeline.kernel("b", 250, 50, at=260)
+    found, _ = idle_of(timeline, 100, 300)
+    assert found.by_cause == only(**{INPUT: 45_000, LAUNCH: 5_000})
 
 
 def test_a_host_that_is_late_by_itself(timeline: Any) -> None:

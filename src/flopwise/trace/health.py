@@ -65,8 +65,9 @@ def sift(events: Events) -> Sifted:
     bad = np.logical_or.reduce(list(reasons.values()))
     usable = work & ~bad
     graphs = _graph_rows(events, usable)
+    kept = host_good | (usable & ~graphs)
     return Sifted(
-        events=events.where(host_good | (usable & ~graphs)),
+        events=events if kept.all() else events.where(kept),
         work=int(work.sum()),
         unusable={reason: int(mask.sum()) for reason, mask in reasons.items() if mask.any()},
         names=tuple(dict.fromkeys(events.name_of(int(row)) for row in np.flatnonzero(bad)[:3])),
@@ -108,10 +109,10 @@ def _graph_rows(events: Events, usable: Mask) -> Mask:
     if not len(rows):
         return found
     rows = rows[np.lexsort((events.correlation[rows], events.device[rows]))]
-    same = (np.diff(events.correlation[rows]) == 0) & (np.diff(events.device[rows]) == 0)
-    for members in np.split(rows, np.flatnonzero(~same) + 1):
-        if len(members) < 3:
-            continue
+    new = (np.diff(events.correlation[rows]) != 0) | (np.diff(events.device[rows]) != 0)
+    bounds = np.concatenate([[0], np.flatnonzero(new) + 1, [len(rows)]])
+    for group in np.flatnonzero(np.diff(bounds) > 2).tolist():
+        members = rows[bounds[group] : bounds[group + 1]]
         start, end = events.start_ns[members], events.end_ns[members]
         outer = int(np.argmax(end - start))
         others = np.delete(np.arange(len(members)), outer)
@@ -123,8 +124,10 @@ def _graph_rows(events: Events, usable: Mask) -> Mask:
 def lost_launches(events: Events) -> Ints:
     """Returns the rows of the calls that launched work which the trace does not have.
 
-    A launch that a stream captures into a graph launches nothing.
+    A launch that a stream captures into a graph launches nothing. Where no work names its launch nothing is known.
     """
+    if not (events.correlation[events.on_device] > 0).any():
+        return np.zeros(0, np.int64)
     calls = events.of(Kind.RUNTIME) & events.names_where(_LAUNCH.match) & (events.correlation > 0)
     alone = calls & ~np.isin(events.correlation, events.correlation[events.on_device])
     rows = np.flatnonzero(alone).astype(np.int64)

@@ -96,9 +96,17 @@ class Host:
         blocking = events.names_where(blocks) & events.of(Kind.RUNTIME) & on_host
         self.blocked = self._outermost(loading, INPUT) + self._outermost(blocking, SYNC)
         self.blocked.sort(key=lambda one: (one.start_ns, one.end_ns))
+        self._starts = np.asarray([one.start_ns for one in self.blocked], np.int64)
+        ends = np.asarray([one.end_ns for one in self.blocked], np.int64)
+        self._latest_ends = np.maximum.accumulate(ends) if len(ends) else ends
         seen = on_host & events.of(Kind.OP, Kind.RUNTIME, Kind.ANNOTATION)
         marks = events.names_where(lambda name: name.startswith("ProfilerStep"))
         self.seen = _spans(events, seen & ~marks)
+
+    def blocked_within(self, low: int, high: int) -> list[Blocked]:
+        """Returns the stretches that begin before `high`, from the first one on that ends after `low`."""
+        first = int(np.searchsorted(self._latest_ends, low, "right"))
+        return self.blocked[first : int(np.searchsorted(self._starts, high))]
 
     def _outermost(self, rows: Mask, cause: str) -> list[Blocked]:
         found: list[Blocked] = []
@@ -130,7 +138,7 @@ def attribute(host: Host, gaps: Spans) -> IdleTime:
             out.add(OTHER, high - low)
             continue
         k = int(order[at])
-        launched = int(work.launched_ns[k])
+        launched = min(int(work.launched_ns[k]), high)  # later only where clocks disagree
         call = int(work.runtime[k])
         if call < 0:
             out.add(OTHER, high - low)
@@ -146,7 +154,7 @@ def attribute(host: Host, gaps: Spans) -> IdleTime:
         if debt and _refilled(work, order, starts, paid_until, low):
             debt = 0
         rest = _host_part(host, low, launched, out)
-        for one in host.blocked:
+        for one in host.blocked_within(paid_until, launched):
             if one.cause == SYNC and paid_until < one.end_ns <= launched:
                 inside = max(0, min(one.end_ns, launched) - max(one.start_ns, low))
                 debt, debtor = max(0, one.end_ns - one.start_ns - inside), one.row
@@ -165,9 +173,7 @@ def _host_part(host: Host, low: int, launched: int, out: IdleTime) -> int:
     """Books the parts of [low, launched) in which the host was blocked; returns how long the rest is."""
     at = low
     rest = 0
-    for one in host.blocked:
-        if one.end_ns <= at or one.start_ns >= launched:
-            continue
+    for one in host.blocked_within(low, launched):
         start, end = max(one.start_ns, at), min(one.end_ns, launched)
         if end <= start:
             continue

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flopwise.diagnosis.ledger.build import LedgerError, ledger
 from flopwise.flops.table import RULES
 from flopwise.records import store
 from flopwise.records.ledger import FAMILIES, SCHEMA, LedgerRecord
+from flopwise.trace.chrome import read
 
 FLOPS = 2 * 1024**3
 IDEAL_US = FLOPS / 989.5e6
@@ -272,8 +276,6 @@ def test_a_damaged_file_is_said(training: Any) -> None:
     t = training(4)
     path = t.write()
     path.write_text(t.text.replace('"name": "relu"', '"name": "r"elu"', 1), "utf-8")
-    from flopwise.trace.chrome import read
-
     record = ledger(read(path))
     assert any("1 damaged event was left out (byte" in note for note in record.notes)
     path.write_text(t.text[: len(t.text) * 3 // 4], "utf-8")
@@ -286,6 +288,53 @@ def test_the_record_is_stored_and_read_back(training: Any) -> None:
     found = store.decode(store.encode(record).encode(), LedgerRecord, SCHEMA, "ledger")
     assert found == record
     assert dataclasses.asdict(found)["profiled"] is True
+
+
+when = st.integers(0, 60)
+host_events = st.tuples(
+    st.sampled_from(
+        ["aten::mm", "aten::relu", "aten::linear", "my::op", "ProfilerStep#1", "Optimizer.step#SGD.step",
+         "autograd::engine::evaluate_function: X", "enumerate(DataLoader)#X.__next__"]
+    ),
+    when, st.integers(-1, 30), st.integers(1, 2), st.integers(0, 6),
+)  # fmt: skip
+calls = st.tuples(
+    st.sampled_from(["cudaLaunchKernel", "cudaStreamSynchronize", "cudaGraphLaunch"]),
+    when, st.integers(0, 20), st.integers(1, 2), st.integers(0, 6),
+)  # fmt: skip
+work = st.tuples(
+    st.sampled_from(["gemm", "ncclDevKernel_AllReduce", "Memcpy HtoD", "Memcpy DtoD", "Memset"]),
+    when, st.integers(-1, 30), st.integers(7, 8), st.integers(0, 6),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(host_events, max_size=8), st.lists(calls, max_size=6), st.lists(work, max_size=8))
+def test_of_any_trace_the_lines_are_the_step_or_there_is_one_error(
+    timelines: Callable[[], Any], hosts: Any, called: Any, worked: Any
+) -> None:
+    t = timelines()
+    t.on("NVIDIA H200")
+    square = {"Input Dims": [[64, 64]] * 2, "Input type": ["float"] * 2}
+    for name, ts, dur, tid, number in hosts:
+        named = "#" in name and not name.startswith("aten")
+        cat = "user_annotation" if named else "cpu_op"
+        t.add(cat, name, ts, dur, (10, tid), **{"External id": number}, **square)
+    for name, ts, dur, tid, number in called:
+        t.add("cuda_runtime", name, ts, dur, (10, tid), correlation=number)
+    for name, ts, dur, stream, number in worked:
+        cat = "gpu_memcpy" if "Memcpy" in name else "gpu_memset" if name == "Memset" else "kernel"
+        t.kernel(name, ts, dur, cat=cat, stream=stream, correlation=number, op=number)
+    try:
+        record = ledger(t.read())
+    except LedgerError:
+        assert all(dur <= 0 for _, _, dur, _, _ in worked)
+        return
+    assert sums(record)
+    idle = sum(line.s for line in record.lines if line.name.startswith("idle_"))
+    assert -1e-12 <= idle <= record.step_s + 1e-12
+    assert 0 <= record.busy_frac <= 1 + 1e-9
+    store.encode(record)
 
 
 def test_the_order_of_the_events_in_the_file_changes_nothing(training: Any) -> None:
