@@ -40,6 +40,7 @@ class Sifted:
     unusable: dict[str, int] = field(default_factory=dict)  # kernels and copies, by what is wrong
     names: tuple[str, ...] = ()  # of the first few of them
     missing_ns: int = 0  # how long they may have run: as long as usable ones of their names
+    host: int = 0  # events of the host whose times cannot be true
     graph_rows: int = 0  # rows for a whole graph beside those of its kernels
 
     @property
@@ -72,6 +73,7 @@ def sift(events: Events) -> Sifted:
         unusable={reason: int(mask.sum()) for reason, mask in reasons.items() if mask.any()},
         names=tuple(dict.fromkeys(events.name_of(int(row)) for row in np.flatnonzero(bad)[:3])),
         missing_ns=_missing_ns(events, usable, bad, reasons["of no duration"] & ~early),
+        host=int((~work & ~host_good).sum()),
         graph_rows=int(graphs.sum()),
     )
 

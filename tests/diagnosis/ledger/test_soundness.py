@@ -50,6 +50,18 @@ def test_few_unusable_kernels_are_a_note_and_many_a_doubt(training: Any) -> None
     assert "may have run for 0.402 ms" in found.doubts[0]
 
 
+def test_long_names_are_cut(training: Any) -> None:
+    t = training(4)
+    t.kernel("at::native::" + "x" * 500, 21_000, -1)
+    assert f"(at::native::{'x' * 47}…)" in judged(t).doubts[0]
+
+
+def test_impossible_times_of_the_host(training: Any) -> None:
+    t = training(4)
+    t.op("aten::mm", 10_000, -1)
+    assert judged(t).notes[1:] == ["1 event of the host with an impossible time left out"]
+
+
 def test_lost_launches_in_the_steps_are_a_doubt_and_outside_a_note(training: Any) -> None:
     t = training(4)
     t.call("cudaLaunchKernel", 9_000, 2)

@@ -12,6 +12,7 @@ from flopwise.trace.launches import Launches
 from flopwise.trace.steps import Steps
 from flopwise.trace.table import Events
 
+SHORT = 60  # characters of a kernel's name, whose template arguments may fill a page
 #: Unusable kernels that may have run for more than this share of the steps cost trust.
 MISSING_FRAC = 0.01
 #: So many of the starts at the launch's own nanosecond are no chance.
@@ -59,12 +60,16 @@ def _unusable(found: Soundness, sifted: Sifted, marks: Steps) -> None:
             f"{_counted(sifted.graph_rows, 'row stands', 'rows stand')} for a whole CUDA graph beside the kernels of "
             "it: the kernels are counted, once"
         )
+    if sifted.host:
+        found.notes.append(
+            f"{_counted(sifted.host, 'event', 'events')} of the host with an impossible time left out"
+        )
     if not sifted.dropped:
         return
     reasons = ", ".join(f"{n} {reason}" for reason, n in sifted.unusable.items())
     text = (
         f"{sifted.dropped} of {sifted.work} kernels and copies are unusable "
-        f"({sifted.dropped / sifted.work:.1%}) and left out: {reasons} ({', '.join(sifted.names)})"
+        f"({sifted.dropped / sifted.work:.1%}) and left out: {reasons} ({', '.join(map(_short, sifted.names))})"
     )
     each = float(np.diff(marks.bounds_ns).mean())
     if each and sifted.missing_ns / len(marks) / each > MISSING_FRAC:
@@ -130,6 +135,10 @@ def _timeline(found: Soundness, sifted: Sifted, work: Launches) -> None:
             f"graph replay: {_counted(calls, 'launch', 'launches')} of CUDA graphs started {replayed} kernels; which "
             "operators they belong to is not in the trace"
         )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= SHORT else name[: SHORT - 1] + "…"
 
 
 def _counted(n: int, one: str, many: str) -> str:
