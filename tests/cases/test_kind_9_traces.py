@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from flopwise.cli import main
 from flopwise.records import store
 from flopwise.records.ledger import SCHEMA, LedgerRecord
+from flopwise.trace.chrome import read
 
 HOST = 5_000_000.0  # us: realistic times are far from 0
 
@@ -178,6 +182,26 @@ class TestTR06:
         assert "1 damaged event was left out (byte " in found.report
         at = int(found.report.partition("left out (byte ")[2].partition(":")[0])
         assert abs(at - text.encode().index(b'q"uote')) < 300
+
+    def test_a_real_export_with_a_quote_in_a_range(self, tmp_path: Path) -> None:
+        """torch 2.13 does not escape it; one that does writes a file without damage."""
+        path = tmp_path / "trace.json"
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            for name in ('q"uote', "back\\slash", "new\nline", "plain"):
+                with record_function(name):
+                    torch.ones(3).exp()
+        recorded.export_chrome_trace(str(path))
+        trace = read(path)
+        names = [trace.events.name_of(row) for row in range(len(trace.events))]
+        assert names.count("aten::exp") == 4
+        assert "plain" in names
+        assert trace.damage.ends_early is None
+        try:
+            json.loads(path.read_text("utf-8"))
+        except ValueError:
+            assert (trace.damage.events, 'q"uote' in names) == (1, False)
+        else:
+            assert (trace.damage.events, 'q"uote' in names) == (0, True)
 
     @pytest.mark.parametrize("bad", ["\x01", "C:\\path\\x", "line\nbreak"])
     def test_control_characters_and_bad_escapes(

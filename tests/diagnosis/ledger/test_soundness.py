@@ -83,6 +83,15 @@ def test_steps_whose_first_kernels_are_lost_are_left_out(training: Any) -> None:
     )
 
 
+def test_further_lost_launches_are_a_doubt_all_the_same(training: Any) -> None:
+    t = training(5)
+    t.events = [e for e in t.events if not (e["cat"] == "kernel" and e["ts"] < 21_950)]
+    t.call("cudaLaunchKernel", 10_340, 2)
+    found = judged(t)
+    assert found.first == 2
+    assert found.doubts[0].startswith("7 launches have no kernel, 1 of them in these steps")
+
+
 def test_work_before_the_first_step(training: Any) -> None:
     t = training(4)
     t.kernel("warm-up", 4_000, 500)

@@ -84,13 +84,13 @@ def _lost(found: Soundness, events: Events, marks: Steps) -> None:
         return
     text = f"{_counted(len(lost), 'launch has', 'launches have')} no kernel"
     whole = health.first_whole(events, marks, lost)
-    if whole > found.first:
+    left_out = whole > found.first
+    if left_out:
         found.first = whole
         found.notes.append(
             f"{text}: the first work of the recording is missing, and steps 1 to {whole} are left out: the device only "
             "seems idle there. Record after a step of warm-up"
         )
-        return
     low, high = int(marks.host_ns[found.first]), int(marks.host_ns[-1])
     at = events.start_ns[lost]
     inside = int(((at >= low) & (at < high)).sum())
@@ -98,7 +98,7 @@ def _lost(found: Soundness, events: Events, marks: Steps) -> None:
         found.doubts.append(
             f"{text}, {inside} of them in these steps: their work is missing, and the device only seems idle there"
         )
-    else:
+    elif not left_out:
         found.notes.append(f"{text}, all of them outside of these steps")
 
 
