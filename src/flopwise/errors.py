@@ -7,6 +7,8 @@ FlopwiseError                 anything that is ours to explain; the command line
 ├── HardwareError             a device, or its row in the table of accelerators, cannot be used as asked
 ├── NothingMeasuredError      the script ran, and there was no training step to measure
 ├── PlanError                 a plan does not fit the script, the device or this flopwise
+├── TraceError                a trace cannot be read (trace.stream)
+├── LedgerError               a trace has nothing that a ledger could be made of (diagnosis.ledger.build)
 └── AttachError               a hook that the meter leans on is not there in this torch
 
 A message says where, what was seen, what still holds, and what to do.
