@@ -48,7 +48,7 @@ class Measurement:
     price_usd_per_hour: float | None = None
     quiet: bool = False
     first_report_s: float = FIRST_REPORT_S
-    exit_code: int | None = None  # as a shell shows it
+    exit_code: int | None = None  # as a shell shows it; None: it runs, or we ended it once measured
     record: RunRecord | None = None
     notes: list[str] = field(default_factory=list)
     created: str = field(
@@ -56,6 +56,7 @@ class Measurement:
     )
     _ended_by: int | None = None  # the signal that ended the job
     _overdue_s: float | None = None  # the time limit of ours that ended it
+    _went_on: bool = False  # it was to end once measured, and we ended it
     _printed: RunRecord | None = None
     _started: float = field(default_factory=time.monotonic)
     _looked: float = 0.0
@@ -72,7 +73,8 @@ class Measurement:
     ) -> int:
         """Runs the job to its end; returns its exit code, -n if signal n ended it.
 
-        A complete measurement is reported while the job still runs, unless it has a time limit.
+        A complete measurement is reported while the job still runs, unless it has a time limit: then the job is ours,
+        and is ended where it has left a sign that it goes on after it should have ended.
 
         Raises:
             UsageError: it cannot be started.
@@ -81,7 +83,7 @@ class Measurement:
             code = process.run(
                 self.job.argv,
                 commands.environment(self.folder, env),
-                watch=self._watch if timeout_s is None else None,
+                watch=self._watch if timeout_s is None else self._goes_on,
                 timeout_s=timeout_s,
                 on_timeout=lambda: setattr(self, "_overdue_s", timeout_s),
                 output=output,
@@ -90,8 +92,9 @@ class Measurement:
             raise UsageError(
                 f"{self.job.argv[0]} cannot be started ({error.strerror or error})"
             ) from error
-        self._ended_by = -code if code < 0 else None
-        self.exit_code = process.shell_code(code)
+        if not self._went_on:
+            self._ended_by = -code if code < 0 else None
+            self.exit_code = process.shell_code(code)
         return code
 
     def conclude(self) -> RunRecord:
@@ -169,6 +172,11 @@ class Measurement:
         if found or not folders.gone(self.folder):
             self._known = found
         return self._known
+
+    def _goes_on(self) -> bool:
+        """Returns whether the script goes on though it was to end once measured."""
+        self._went_on = any(self.folder.glob(folders.GOES_ON))
+        return self._went_on
 
     def _watch(self) -> None:
         """Looks after a job that is still running. Whatever goes wrong here must not reach the job."""

@@ -310,6 +310,7 @@ class Session:
                 return
         except Exception as error:
             self.fail(error)
+            return
         if self.mode != "replay":
             self.leave_sole()
             self.mode = "replay"
@@ -692,10 +693,7 @@ class Session:
                 self.note("--stop-after: another rank's meter failed, so the script was not ended")
                 return
             finish.leave_together(self)
-            if threading.current_thread() is not threading.main_thread():
-                ending.end_if_it_waits()
-                raise SystemExit(0)  # what a thread may end with in silence is this class alone
-            raise StopTraining
+            ending.end_script(self.trainers.thread, self.config.folder)
 
     # ------------------------------------------------------------------ the record
 
@@ -717,6 +715,8 @@ class Session:
             if before is not None:  # in order: an earlier record must not replace a later one
                 before.join()
             finish.write(snapshot)
+            if self.config.stop_after and self.enough and self.trainers.several is not None:
+                ending.leave_sign(self.config.folder, "several threads train")
         except Exception as error:
             self._complain(error)
 
