@@ -97,6 +97,7 @@ def overhead() -> str:
     rows = []
     for (where, _, waits), cases in found.items():
         total = pooled([together(case, passing) for case in cases])
+        control = pooled([case["control"] for case in cases])
         limit = cases[0]["limit_frac"]
         step = " and ".join(f"{case['step_ms']:.1f}" for case in cases)
         rows.append(
@@ -105,12 +106,13 @@ def overhead() -> str:
                 f"{step} ms{'' if waits == 'nothing' else f', the {waits} waits'}",
                 str(len(cases)),
                 interval(total),
-                signed(pooled([case["control"] for case in cases])["ratio"]),
+                interval(control),
                 units.percent(max(case["own_frac"] for case in cases)),
-                f"{units.percent(limit)}: {verdict(total, limit).split(':')[0]}",
+                f"{units.percent(limit)}: {verdict(total, limit, control)}",
             ]
         )
-    head = ["device", "step", "runs", "cost (95 %)", "control", "by the meter's own clock", "limit"]
+    head = ["device", "step", "runs", "cost (95 %)", "control (95 %)", "by the meter's own clock"]
+    head.append("limit")
     return table(head, rows + after)
 
 
