@@ -367,6 +367,20 @@ def test_one_optimizer_of_two_threads(measure: Any, threads: Any) -> None:
     check_only_steps_are_known(measure(train, count=True), 20)
 
 
+def test_backward_passes_in_one_thread_and_steps_in_another(measure: Any, threads: Any) -> None:
+    training = Training()
+
+    def train() -> None:
+        for _ in range(20):
+            threads[0].do(training.backward)
+            threads[1].do(training.optimizer.step)
+
+    said = measure(train).record.several
+    assert "first at " in said
+    assert "second at " in said
+    assert "must run its backward passes and optimizer steps in the same" in said
+
+
 def test_it_is_said_who_trains_and_where(measure: Any, threads: Any) -> None:
     pair = Training(), Training(12)
 

@@ -62,7 +62,7 @@ class Steps:
     dropped_counted: int  # steps slowed by our own FLOP count
     dropped_pause: int  # intervals that held an evaluation, a checkpoint or an epoch start
     skipped_by_scaler: int  # timed iterations whose update a GradScaler skipped: time, but no FLOPs
-    boundary: str  # what ended a step: "optimizer" | "optimizer cycle of N" | "backward" | "graph replay" | "mark"
+    boundary: str  # what ended a step: "optimizer" | "optimizer cycle of N" | "backward" | "graph replay" | "mark" | "any step of N threads"
     warmup_rule: str  # the rule, in words, with its numbers
     micro_batches: (
         float | None
