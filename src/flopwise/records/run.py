@@ -226,7 +226,7 @@ class RunRecord:
     created: str  # ISO 8601, UTC
     command: list[str]
     script: str
-    exit_code: int | None  # of the script; None while it still runs
+    exit_code: int | None  # of the script; None: it still runs, or a tune ended it once measured
     complete: bool  # False: a first report, or the run ended before all steps were timed
     env: Env
     steps: Steps
