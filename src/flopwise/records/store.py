@@ -71,7 +71,7 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(stream.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        os.chmod(temporary, 0o666 & ~umask | 0o600)  # whatever the umask, we are to read it
         os.replace(temporary, path)
     except BaseException as error:
         if temporary is not None:
