@@ -54,6 +54,7 @@ class Measurement:
     created: str = field(
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )
+    _told: int = 0  # how many of the notes were there before the job started
     _ended_by: int | None = None  # the signal that ended the job
     _overdue_s: float | None = None  # the time limit of ours that ended it
     _went_on: bool = False  # it was to end once measured, and we ended it
@@ -63,6 +64,9 @@ class Measurement:
     _seen: list[tuple[str, int, int]] = field(default_factory=list)
     _complete: bool = False
     _known: list[RankRecord] = field(default_factory=list)  # as last read
+
+    def __post_init__(self) -> None:
+        self._told = len(self.notes)
 
     def run(
         self,
@@ -164,6 +168,8 @@ class Measurement:
         """
         found = []
         for path in sorted((self.folder / folders.RANKS).glob("*.json")):
+            if not path.is_file():  # a pipe would have us wait for ever
+                continue
             try:
                 found.append(store.read(path, RankRecord, rank_records.SCHEMA))
             except RecordError as error:
@@ -256,8 +262,9 @@ class Measurement:
         ]
         if failed:
             return f"nothing was measured: {failed[0]}"
-        if self.notes:
-            return f"nothing was measured: {self.notes[0]}"
+        problems = self.notes[self._told :]
+        if problems:
+            return f"nothing was measured: {problems[0]}"
         ending = self.ending()
         if folders.gone(self.folder):
             how = f" The script {ending}." if ending else ""
@@ -289,7 +296,7 @@ def _no_step(attached: int, ending: str | None) -> str:
     if attached and ending:
         return (
             f"no training step was stored: the script {ending} before enough of them were timed. {torch_in}; a first "
-            f"record is written after ten steps. If its loop has {own}"
+            f"record is written after ten timed steps. If its loop has {own}"
         )
     if attached:
         return (

@@ -21,7 +21,9 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from flopwise.errors import NothingMeasuredError
 from flopwise.meter import ending, finish, marks, selftest
 from flopwise.meter.clock import DeviceClock
 from flopwise.meter.config import Config, StopTraining
@@ -403,6 +405,10 @@ class Session:
         self.optimizers[identity] = weakref.ref(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if parameter.device.type == "meta" or isinstance(parameter, FakeTensor):
+                    raise NothingMeasuredError(
+                        "the model's parameters hold no data (the meta device, or fake tensors): nothing is computed"
+                    )
                 self.device = parameter.device
                 return
 
@@ -783,6 +789,13 @@ class Session:
         if self._warned:
             return
         self._warned = True
+        if isinstance(error, NothingMeasuredError):
+            with contextlib.suppress(Exception):
+                print(
+                    f"flopwise: {error}. The script goes on unmeasured", file=sys.stderr, flush=True
+                )
+                finish.leave_message(self, str(error))
+            return
         where = traceback.extract_tb(error.__traceback__)
         place = f"{os.path.basename(where[-1].filename)}:{where[-1].lineno}" if where else "?"
         try:
