@@ -12,6 +12,8 @@ from flopwise.trials.interval import mean_interval
 
 #: Strata shown one by one; the rest are summed.
 STRATA = 8
+#: Where inputs have several shapes, at least so many timed steps have to be looked at to tell the work of all.
+LOOKS = 8
 
 
 def looked_at(rank: RankRecord, timed: Sequence[StepRow]) -> list[StepRow]:
@@ -21,6 +23,18 @@ def looked_at(rank: RankRecord, timed: Sequence[StepRow]) -> list[StepRow]:
     """
     before = [row for row in rank.rows if row.sampled and row.kind in ("warmup", "counted")]
     return [row for row in timed if row.sampled] or before[-3:] or list(timed)
+
+
+def too_few_looks(rank: RankRecord, timed: Sequence[StepRow]) -> str | None:
+    """Returns why the work of the timed steps is not known: their shapes differ, and few were looked at."""
+    looks = sum(row.sampled for row in timed)
+    shapes = {row.shape for row in rank.rows if row.sampled and row.shape}
+    if len(shapes) < 2 or looks >= min(LOOKS, len(timed)):
+        return None
+    return (
+        f"the inputs have several shapes, and only {looks} of {len(timed)} timed steps were looked at: run for longer, "
+        "or give --steps"
+    )
 
 
 def own_ns_a_step(rank: RankRecord, rows: Sequence[StepRow]) -> float:
