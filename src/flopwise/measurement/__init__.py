@@ -168,8 +168,6 @@ class Measurement:
         """
         found = []
         for path in sorted((self.folder / folders.RANKS).glob("*.json")):
-            if not path.is_file():  # a pipe would have us wait for ever
-                continue
             try:
                 found.append(store.read(path, RankRecord, rank_records.SCHEMA))
             except RecordError as error:
@@ -232,20 +230,25 @@ class Measurement:
         lead = summary.one_per_rank(ranks)[0]
         # Whoever has interrupted a job does not want to wait for ours.
         may_measure = final and self.peak is None and self._interrupted() is None
-        return summary.summarise(
-            ranks,
-            summary.Context(
-                command=self.options["command"],
-                script=self.job.script,
-                exit_code=self.exit_code,
-                peak=self.peak,
-                price_usd_per_hour=self.price_usd_per_hour,
-                ceilings=ceilings.of_rank(lead, notes, may_measure=may_measure, quiet=self.quiet),
-                plan=self.options.get("plan"),
-                notes=notes,
-                created=self.created,
-            ),
+        measured = ceilings.of_rank(lead, notes, may_measure=may_measure, quiet=self.quiet)
+        context = summary.Context(
+            command=self.options["command"],
+            script=self.job.script,
+            exit_code=self.exit_code,
+            peak=self.peak,
+            price_usd_per_hour=self.price_usd_per_hour,
+            ceilings=measured,
+            plan=self.options.get("plan"),
+            notes=list(notes),
+            created=self.created,
         )
+        record = summary.summarise(ranks, context)
+        if may_measure and measured is not None and ceilings.passed(record, measured):
+            higher = ceilings.again(measured, notes, quiet=self.quiet)
+            if higher is not None:
+                context = replace(context, ceilings=higher, notes=notes)
+                record = summary.summarise(ranks, context)
+        return record
 
     def _interrupted(self) -> str | None:
         """Returns the name of the signal that ended the job, if one did."""
