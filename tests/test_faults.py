@@ -614,6 +614,7 @@ def test_a_pipe_among_the_ranks_does_not_hold_us_up(go: Go, tmp_path: Path) -> N
     done = go(f"os.mkfifo({str(tmp_path / 'run' / 'ranks' / 'x.json')!r}); train(40)")
     assert done.code == 0
     assert done.record.steps.total == 40
+    assert any("x.json: cannot be read (not a regular file)" in n for n in done.record.notes)
 
 
 def test_a_failure_of_the_report_is_one_message(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,8 +146,6 @@ def _ranks_in(folder: Path) -> list[str]:
     """Returns one phrase for each record of a rank in the folder, or one folder below."""
     found: list[tuple[int, str]] = []
     for path in sorted([*folder.glob("*.json"), *folder.glob("*/*.json")]):
-        if not path.is_file():  # a pipe would have us wait for ever
-            continue
         try:
             record = store.read(path, rank.RankRecord, rank.SCHEMA)
         except RecordError:

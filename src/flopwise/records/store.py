@@ -93,6 +93,8 @@ def read(path: Path, kind: type[T], schema: str) -> T:
             type.
     """
     try:
+        if path.is_fifo() or path.is_char_device():  # it would have us wait, or never end
+            raise RecordError(f"{path}: cannot be read (not a regular file)")
         data = path.read_bytes()
     except OSError as error:
         raise RecordError(f"{path}: cannot be read ({error.strerror or error})") from error
