@@ -83,14 +83,15 @@ def test_steps_that_were_only_counted_take_part_in_time_and_work(make_rank: Make
     assert record.mfu.value == pytest.approx(1e9 / record.step_s.mean / 1e12)
 
 
-@pytest.mark.parametrize(("looks", "known"), [(1, False), (7, False), (8, True)])
+@pytest.mark.parametrize(("looks", "known"), [(0, False), (1, False), (7, False), (8, True)])
 def test_the_work_of_several_shapes_is_told_from_several_looks(
     make_rank: MakeRank, looks: int, known: bool
 ) -> None:
     rank = make_rank()
     warm = replace(rank.rows[0], kind="warmup", shape="another")
     brief = StepRow(20_000_000, 20_000_000, "timed", sampled=False)
-    rows = [warm, *rank.rows[:looks], *[brief] * 30]
+    seen = replace(rank.rows[0], kind="warmup")
+    rows = [warm, seen, *rank.rows[:looks], *[brief] * 30]
     record = summarise(replace(rank, rows=rows))
     assert (record.mfu.value is not None) == known
     assert (record.throughput.samples_per_s is not None) == known

@@ -59,7 +59,7 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
     host = statistics.fmean(row.host_ns for r in ranks_timed for row in timed[r.rank])
     others = other_trainings(everything, ranks)
     notes = list(dict.fromkeys([*context.notes, *others, *_notes(ranks, timed), *devices.notes]))
-    mfu = mfu_of(ranks_timed, timed, step_s, context, notes, devices, missing or few)
+    mfu = mfu_of(ranks_timed, timed, step_s, context, notes, devices, missing)
     if mfu.value and throughput.padding_frac:
         share = percent(throughput.padding_frac)
         notes.append(f"{share} of the positions are padding; MFU counts what they compute, too")

@@ -29,7 +29,7 @@ def too_few_looks(rank: RankRecord, timed: Sequence[StepRow]) -> str | None:
     """Returns why the work of the timed steps is not known: their shapes differ, and few were looked at."""
     looks = sum(row.sampled for row in timed)
     shapes = {row.shape for row in rank.rows if row.sampled and row.shape}
-    if len(shapes) < 2 or looks >= min(LOOKS, len(timed)):
+    if len(shapes) < 2 or rank.boundary == "graph replay" or looks >= min(LOOKS, len(timed)):
         return None
     return (
         f"the inputs have several shapes, and only {looks} of {len(timed)} timed steps were looked at: run for longer, "
