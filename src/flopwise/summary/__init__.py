@@ -21,6 +21,7 @@ from flopwise.summary.peaks import device_match
 from flopwise.summary.phases import phases_of
 from flopwise.summary.power import clocks_of, cost_of, energy_of
 from flopwise.summary.steps import (
+    LOOKS,
     looked_at,
     mean_step_s,
     own_ns_a_step,
@@ -185,7 +186,12 @@ def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list
     close = [row for row in timed[lead.rank] if row.sampled]
     shapes = {row.shape for row in close}
     counted = {f.shape for f in lead.flops}
-    if len(shapes) > 1 and len(close) < len(timed[lead.rank]):
+    if len(close) < min(LOOKS, len(timed[lead.rank])):
+        notes.append(
+            f"{len(close)} of {len(timed[lead.rank])} timed steps were looked at: that the inputs of the others are "
+            "alike is taken for granted. Run for longer, or give --steps"
+        )
+    elif len(shapes) > 1 and len(close) < len(timed[lead.rank]):
         notes.append(
             f"{len(shapes)} input shapes: the FLOPs and samples of a step are means over the {len(close)} of "
             f"{len(timed[lead.rank])} timed steps that were looked at"
