@@ -58,6 +58,9 @@ FIRST_RECORD_STEPS = 10
 #: Short steps are looked at closely (phases, shapes, device time) once in this many ns, and only counted in between:
 #: one close look costs some 0.1 to 0.2 ms of host time.
 CLOSE_LOOK_NS = 250_000_000
+#: Where inputs have several shapes, the work of a step is only known of those that were looked at: as often as about a
+#: hundredth of the time allows.
+VARIED_LOOK_NS = 15_000_000
 #: But in a measurement of N steps at least this often, and never more seldom than every 128th step.
 CLOSE_LOOKS = 8
 LONGEST_STRIDE = 128
@@ -493,10 +496,11 @@ class Session:
             return self.config.stride or 1
         recent = self.rows[-4:]
         step_ns = max(1, (recent[-1].end_ns - recent[0].end_ns) // max(1, len(recent) - 1))
-        stride = min(LONGEST_STRIDE, -(-CLOSE_LOOK_NS // step_ns))
+        shapes = {row.shape for row in self.rows if isinstance(row, Row)} - {""}
+        look_ns = CLOSE_LOOK_NS if len(shapes) < 2 else VARIED_LOOK_NS
+        stride = min(LONGEST_STRIDE, -(-look_ns // step_ns))
         if self.config.steps is not None:
             # Twice as often where inputs differ: the summary wants so many to tell the work of all.
-            shapes = {row.shape for row in self.rows if isinstance(row, Row)} - {""}
             stride = min(stride, self.config.steps // (CLOSE_LOOKS * (2 if len(shapes) > 1 else 1)))
         return max(1, stride)
 

@@ -25,6 +25,7 @@ from flopwise.summary.steps import (
     looked_at,
     mean_step_s,
     own_ns_a_step,
+    size_error_frac,
     step_time_of,
     steps_of,
     too_few_looks,
@@ -194,7 +195,7 @@ def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list
     elif len(shapes) > 1 and len(close) < len(timed[lead.rank]):
         notes.append(
             f"{len(shapes)} input shapes: the FLOPs and samples of a step are means over the {len(close)} of "
-            f"{len(timed[lead.rank])} timed steps that were looked at"
+            f"{len(timed[lead.rank])} timed steps that were looked at{_how_well(timed[lead.rank])}"
         )
     if len(shapes) > 1 and counted:
         known = sum(row.shape in counted for row in close)
@@ -209,3 +210,8 @@ def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list
 def _largest(values: Any) -> int | None:
     known = [v for v in values if v is not None]
     return max(known) if known else None
+
+
+def _how_well(timed: Sequence[StepRow]) -> str:
+    error = size_error_frac(timed)
+    return f" (their size is known to ± {percent(error)})" if error else ""
