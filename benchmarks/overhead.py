@@ -148,7 +148,7 @@ def report(case: dict[str, Any], passing: dict[str, float]) -> None:
         f" {case['waits']} waits, {case['attached']['pairs']} pairs of {case['block_steps']} steps)\n"
         f"  timing    {percent(case['attached'])}\n"
         f"  together  {percent(total)}, limit {100 * case['limit_frac']:g} %:"
-        f" {verdict(total, case['limit_frac'])}\n"
+        f" {verdict(total, case['limit_frac'], case['control'])}\n"
         f"  control   {percent(case['control'])}\n"
         f"  own       {100 * case['own_frac']:.3f} % by the meter's own clock"
     )
@@ -194,7 +194,7 @@ def main() -> int:
         report(cases[-1], passing)
         flags.out.write_text(json.dumps(result, indent=1))
     broken: list[Any] = [
-        c for c in cases if verdict(together(c, passing), c["limit_frac"]) == "FAIL"
+        c for c in cases if verdict(together(c, passing), c["limit_frac"], c["control"]) == "FAIL"
     ]
     if flags.detach_seconds:
         first = cases[0]

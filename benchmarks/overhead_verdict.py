@@ -31,8 +31,18 @@ def pooled(ratios: list[dict[str, float]]) -> dict[str, float]:
     return {"ratio": mean, "low": mean - half, "high": mean + half}
 
 
-def verdict(ratio: dict[str, float], limit_frac: float) -> str:
-    """Returns "pass" where the whole interval is within the limit, "FAIL" where none of it is."""
+def fit(control: dict[str, float]) -> bool:
+    """Whether a run tells something: its control, two equal arms, does not leave out 1."""
+    return control["low"] <= 1 <= control["high"]
+
+
+def verdict(ratio: dict[str, float], limit_frac: float, control: dict[str, float]) -> str:
+    """Returns "pass" where the whole interval is within the limit, "FAIL" where none of it is.
+
+    Neither where the control, two equal arms, leaves out 1: that machine cannot tell.
+    """
+    if not fit(control):
+        return "not shown: the control leaves out 0"
     if ratio["high"] <= 1 + limit_frac:
         return "pass"
     return "FAIL" if ratio["low"] > 1 + limit_frac else "not shown: the limit lies in the interval"

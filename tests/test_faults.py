@@ -41,7 +41,7 @@ def test_a_script_that_never_trains(go: Go) -> None:
     assert not done.ranks()
     assert done.ours()[-1].startswith(
         "flopwise run: no training step was stored: the script ended with exit code 4 before enough of them were "
-        "timed. torch was imported in 1 process; a first record is written after ten steps"
+        "timed. torch was imported in 1 process; a first record is written after ten timed steps"
     )
     assert len(done.ours()) == 2  # the start, and this
 
@@ -577,6 +577,44 @@ def test_a_failure_of_ours_is_one_message_and_the_script_goes_on(go: Go) -> None
     assert "the meter failed (RuntimeError: ours" in done.ours()[1]
     assert "nothing was measured: RuntimeError: ours" in done.ours()[2]
     assert len(done.ours()) == 3
+
+
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_tensors_that_hold_no_data_are_not_measured(go: Go, kind: str) -> None:
+    mode = {
+        "meta": "torch.device('meta')",
+        "fake": "torch._subclasses.fake_tensor.FakeTensorMode()",
+    }[kind]
+    done = go(
+        f"with {mode}:\n"
+        "    net = torch.nn.Linear(8, 4)\n"
+        "    opt = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+        "    for _ in range(40):\n"
+        "        opt.zero_grad(); net(torch.ones(4, 8)).sum().backward(); opt.step()\n"
+        "print('done')"
+    )
+    assert (done.code, done.out) == (0, "done\n")
+    said = "the model's parameters hold no data (the meta device, or fake tensors): nothing is computed"
+    assert done.ours()[1:] == [
+        f"flopwise: {said}. The script goes on unmeasured",
+        f"flopwise run: nothing was measured: {said}",
+    ]
+
+
+def test_words_and_ranks_that_are_none(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "many")
+    done = go("sys.argv = [1, None]; train(40)")
+    (rank,) = done.ranks()
+    assert (rank["rank"], rank["world_size"], rank["local_rank"]) == (0, 1, 0)
+    assert rank["argv"][1:] == ["None"]
+
+
+def test_a_pipe_among_the_ranks_does_not_hold_us_up(go: Go, tmp_path: Path) -> None:
+    done = go(f"os.mkfifo({str(tmp_path / 'run' / 'ranks' / 'x.json')!r}); train(40)")
+    assert done.code == 0
+    assert done.record.steps.total == 40
+    assert any("x.json: cannot be read (not a regular file)" in n for n in done.record.notes)
 
 
 def test_a_failure_of_the_report_is_one_message(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,9 @@ def test_a_plan_comes_back_as_it_was(job: Job, in_folder: Path) -> None:
         (lambda text: text.replace('code = "FW102"', "code = 102"), "Expected `str`, got `int`"),
         (lambda text: text.replace('fused = "true"', "fused = true"), "Expected `str`, got `bool`"),
         (lambda text: text.replace("device =", "machine ="), "missing required field `device`"),
+        (lambda text: "a = " + 100_000 * "[", "not TOML"),
+        (lambda text: "number = " + 5000 * "9" + "\n" + text, "not TOML"),
+        (lambda text: text + "# " + 300_000 * "x", "larger than 262144 bytes"),
     ],
 )  # fmt: skip
 def test_a_plan_that_somebody_has_edited(
@@ -77,6 +80,7 @@ def test_a_plan_that_is_no_text_or_not_there(in_folder: Path) -> None:
         ("plan.toml", "not TOML"),
         ("nowhere", "cannot be read"),
         (".", "cannot be read"),
+        ("/dev/zero", "larger than"),
     ]:
         with pytest.raises(PlanError, match=said):
             plans.load(in_folder / name)
@@ -230,6 +234,13 @@ def test_a_plan_that_does_not_fit_starts_nothing_and_forced_is_noted(
         "the plan was applied by force: it was made for other.py, not for script.py"
         in done.record.notes
     )
+
+
+def test_a_forced_plan_is_not_taken_for_the_reason_of_a_failure(go: Go, tmp_path: Path) -> None:
+    path = Path(stored(go, tmp_path, FUSED))
+    path.write_text(path.read_text().replace('script = "script.py"', 'script = "other.py"'))
+    done = go("print('done')", plan=str(path), force_plan=True)
+    assert "no training step was seen" in done.ours()[-1]
 
 
 def test_from_the_command_line(

@@ -20,7 +20,7 @@ from flopwise import units
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from overhead_verdict import pooled, together, verdict
+from overhead_verdict import fit, pooled, together, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -95,22 +95,25 @@ def overhead() -> str:
             shown = detached["verdict"].split(":")[-1].strip()
             after.append([where, step, "1", interval(detached["detached"]), "", "", shown])
     rows = []
-    for (where, _, waits), cases in found.items():
+    for (where, _, waits), every in found.items():
+        cases = [case for case in every if fit(case["control"])] or every
         total = pooled([together(case, passing) for case in cases])
+        control = pooled([case["control"] for case in cases])
         limit = cases[0]["limit_frac"]
         step = " and ".join(f"{case['step_ms']:.1f}" for case in cases)
         rows.append(
             [
                 where,
                 f"{step} ms{'' if waits == 'nothing' else f', the {waits} waits'}",
-                str(len(cases)),
+                f"{len(cases)} of {len(every)}",
                 interval(total),
-                signed(pooled([case["control"] for case in cases])["ratio"]),
+                interval(control),
                 units.percent(max(case["own_frac"] for case in cases)),
-                f"{units.percent(limit)}: {verdict(total, limit).split(':')[0]}",
+                f"{units.percent(limit)}: {verdict(total, limit, control)}",
             ]
         )
-    head = ["device", "step", "runs", "cost (95 %)", "control", "by the meter's own clock", "limit"]
+    head = ["device", "step", "runs", "cost (95 %)", "control (95 %)", "by the meter's own clock"]
+    head.append("limit")
     return table(head, rows + after)
 
 

@@ -31,6 +31,9 @@ FIXES = (
     ("FW105", "compile-model"),
 )
 
+#: A plan has some kilobytes; what is larger is another file.
+LARGEST_BYTES = 256 * 1024
+
 
 def load(path: Path) -> Plan:
     """Returns the plan stored at `path`, checked field by field.
@@ -41,12 +44,18 @@ def load(path: Path) -> Plan:
     import msgspec
 
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        with open(path, "rb") as stream:
+            content = stream.read(LARGEST_BYTES + 1)
+        if len(content) > LARGEST_BYTES:
+            raise PlanError(
+                f"{path}: larger than {LARGEST_BYTES} bytes, which no plan is. Nothing was started"
+            )
+        data = tomllib.loads(content.decode("utf-8").replace("\r\n", "\n"))
     except OSError as error:
         raise PlanError(
             f"{path}: cannot be read ({error.strerror}). Nothing was started"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of which TOMLDecodeError is one
         raise PlanError(f"{path}: not TOML ({error}). Nothing was started") from error
     if data.get("schema") != SCHEMA:
         raise PlanError(

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-GPU = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture
 def benchmark_module(monkeypatch):
-    """Imports a module of benchmarks/gpu or benchmarks/gpu/jobs by its bare name, as its script does."""
-    monkeypatch.syspath_prepend(GPU)
-    monkeypatch.syspath_prepend(GPU / "jobs")
+    """Imports a module of benchmarks, its gpu or its gpu/jobs by its bare name, as its script does."""
+    for folder in (BENCHMARKS, BENCHMARKS / "gpu", BENCHMARKS / "gpu" / "jobs"):
+        monkeypatch.syspath_prepend(folder)
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:
         path = getattr(sys.modules[name], "__file__", None) or ""
-        if path.startswith(str(GPU)):
+        if path.startswith(str(BENCHMARKS)):
             del sys.modules[name]

@@ -188,14 +188,14 @@ class TestSY03:
         ("change", "outcome", "verdict", "said"),
         [
             (1.00, "not shown", "not kept", "no gain shown: a gain of"),
-            (1.04, "slower", "not kept", "slower by 4."),
+            (1.04, "slower", "not kept", "slower: a step takes 1.04"),
             (0.90, "faster", "kept", "less time a step"),
         ],
     )
     def test_a_removed_sync_counts_only_with_a_measured_gain(
         self, change: float, outcome: str, verdict: str, said: str
     ) -> None:
-        from flopwise.fixes.driver import _reason
+        from flopwise.fixes.reasons import verdict_reason
 
         noise = random.Random(3)
         comparison = PairedComparison()
@@ -208,7 +208,7 @@ class TestSY03:
         assert found.outcome == outcome
         kept = found.outcome == "faster"
         trial = Trial(
-            "FW000", "drop-sync", "kept" if kept else "not kept", _reason(found, 0.0), found.ratio,
+            "FW000", "drop-sync", "kept" if kept else "not kept", verdict_reason(found, 0.0), found.ratio,
             found.ci95, found,
         )  # fmt: skip
         assert trial.verdict == verdict

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwise.cli import report
+from flopwise.cli import main, report
 from flopwise.errors import FlopwiseError, RecordError, RunFolderError
 
 DATA = Path(__file__).parents[1] / "reports" / "data"
@@ -178,10 +178,31 @@ def test_newer_version_and_other_kinds(tmp_path):
     )
 
 
+def test_a_number_too_large_for_any_arithmetic(tmp_path):
+    data = (DATA / "cpu.json").read_bytes()
+    record = json.loads(data)
+    record["mfu"]["model_flops_per_step"] = 10**400
+    text = damaged(tmp_path, json.dumps(record).encode())
+    assert text.startswith("holds a number that no run writes (")
+
+
+def test_control_characters_of_a_record_and_of_a_path_are_escapes(tmp_path, capsys):
+    folder = tmp_path / "evil\x1b[31m\x07"
+    folder.mkdir()
+    schema = {"schema": "flopwise.run/\x1b[31m\x07"}
+    (folder / "run.json").write_text(json.dumps(schema))
+    for path in (folder, tmp_path, folder / "nothing\n"):
+        assert main(["report", str(path)]) == 2
+        said = capsys.readouterr().err
+        assert r"\x1b[31m\x07" in said
+        assert said.removesuffix("\n").isprintable()
+
+
 def test_not_a_regular_file(tmp_path):
     fifo = tmp_path / "run.json"
     os.mkfifo(fifo)
     assert message(fifo, RunFolderError) == "neither a folder nor a regular file"
+    assert "not the folder of a run" in message(tmp_path, RunFolderError)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

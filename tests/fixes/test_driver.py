@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+import threading
 from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from flopwise.fixes import driver
+from flopwise.meter import ending
 from flopwise.records.verdict import Comparison, Parity
 from flopwise.trials.compare import PairedComparison
 from flopwise.trials.schedule import Pair
@@ -78,6 +82,38 @@ def to_the_end(steps: Generator[None, Any, Any], next_row: Callable[[], Any]) ->
             steps.send(next_row())
     except StopIteration as stop:
         return stop.value
+
+
+def test_the_end_of_the_trials_is_silent_in_a_thread_that_trains(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watched: list[Any] = []
+    monkeypatch.setattr(ending, "say_if_it_waits", watched.append)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # Python's, not pytest's
+    subject = the_driver(tmp_path, SOUND)
+
+    def one_step() -> Generator[None, Any, None]:
+        yield
+
+    monkeypatch.setattr(subject, "_all", one_step)
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(folder=str(tmp_path)), trainers=SimpleNamespace(thread=-1),
+        detach=lambda: None, device=torch.device("cpu"),
+    )  # fmt: skip
+    subject._session = session
+    went_on: list[Any] = []
+
+    def train() -> None:
+        went_on.append("before")
+        subject(session, None)  # type: ignore[arg-type]
+        went_on.append("after")
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert (went_on, watched) == (["before"], [str(tmp_path)])
+    assert capfd.readouterr().err == ""
+    assert json.loads((tmp_path / "trials.json").read_text())["status"] == "complete"
 
 
 @pytest.mark.parametrize("aa", [None, SOUND])

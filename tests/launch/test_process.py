@@ -68,6 +68,11 @@ def test_it_is_watched_while_it_runs() -> None:
     assert len(seen) == 2
 
 
+def test_a_watcher_ends_an_owned_job_and_no_other() -> None:
+    assert run("import time; time.sleep(60)", watch=lambda: True, timeout_s=60) == -signal.SIGTERM
+    assert run("import time; time.sleep(0.6)", watch=lambda: True) == 0
+
+
 def test_files_that_the_caller_left_open_are_there(in_folder: Path) -> None:
     read, write = os.pipe()
     os.set_inheritable(write, True)

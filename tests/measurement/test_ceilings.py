@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flopwise import plans
 from flopwise.errors import HardwareError
-from flopwise.measurement.ceilings import of_rank
+from flopwise.hardware import ceilings
+from flopwise.measurement.ceilings import again, of_rank, passed
 from flopwise.records import ceilings as ceilings_records
+from flopwise.records import run as run_records
+from flopwise.records import store
 from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
 from flopwise.records.rank import RankRecord, Telemetry
 
@@ -132,3 +136,56 @@ def test_ceilings_that_cannot_be_had_are_a_note(
     cpu = make_rank(torch=plans.torch_version())
     assert of_rank(cpu, notes, may_measure=True, quiet=True) is None
     assert notes == [said]
+
+
+def cpu_ceilings(**rates: float) -> CeilingsRecord:
+    gemm = [GemmCeiling(dtype, rate, "512x512x512 nt") for dtype, rate in rates.items()]
+    return measured(device_type="cpu", device_name="cpu", threads=1, cores=2, gemm=gemm)
+
+
+def test_measured_again_the_faster_of_each_dtype_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[CeilingsRecord] = []
+    old = cpu_ceilings(fp32=100e9, bf16=480e9)
+    monkeypatch.setattr(
+        ceilings, "obtain", lambda *_, **__: (cpu_ceilings(fp32=240e9, bf16=470e9), None)
+    )
+    monkeypatch.setattr(ceilings, "save", kept.append)
+    found = ceilings.better(old)
+    assert found is not None
+    assert {g.dtype: g.burst_flops_per_s for g in found.gemm} == {"fp32": 240e9, "bf16": 480e9}
+    assert kept == [found]
+
+
+def test_measured_again_and_nothing_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = cpu_ceilings(fp32=240e9)
+    monkeypatch.setattr(ceilings, "obtain", lambda *_, **__: (cpu_ceilings(fp32=100e9), None))
+    monkeypatch.setattr(ceilings, "save", lambda record: None)
+    assert ceilings.better(old) is None
+
+
+def test_only_a_cpu_that_a_run_has_beaten_is_measured_again() -> None:
+    stored = Path(__file__).parents[1] / "reports" / "data" / "cpu.json"
+    run_record = store.read(stored, run_records.RunRecord, run_records.SCHEMA)
+    beaten = replace(
+        run_record,
+        mfu=replace(
+            run_record.mfu, value=None, peak_kind="measured", reason="MFU 1.06 is impossible: ..."
+        ),
+    )
+    cpu = cpu_ceilings(fp32=1e9)
+    assert passed(beaten, cpu)
+    assert not passed(beaten, None)
+    assert not passed(beaten, measured())
+    given = replace(beaten, mfu=replace(beaten.mfu, peak_kind="given"))
+    assert not passed(given, cpu)
+    assert not passed(replace(beaten, mfu=replace(beaten.mfu, reason="no FLOPs counted")), cpu)
+
+
+def test_what_cannot_be_measured_again_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: CeilingsRecord) -> None:
+        raise HardwareError("too busy")
+
+    monkeypatch.setattr(ceilings, "better", fail)
+    notes: list[str] = []
+    assert again(cpu_ceilings(fp32=1e9), notes, quiet=True) is None
+    assert notes == ["the ceilings of this CPU could not be measured again: too busy"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
 
 import flopwise
+from flopwise.launch import folder as folders
 from flopwise.meter import ending
 from flopwise.meter.config import Config
 from flopwise.meter.session import Session
@@ -364,6 +367,20 @@ def test_one_optimizer_of_two_threads(measure: Any, threads: Any) -> None:
     check_only_steps_are_known(measure(train, count=True), 20)
 
 
+def test_backward_passes_in_one_thread_and_steps_in_another(measure: Any, threads: Any) -> None:
+    training = Training()
+
+    def train() -> None:
+        for _ in range(20):
+            threads[0].do(training.backward)
+            threads[1].do(training.optimizer.step)
+
+    said = measure(train).record.several
+    assert "first at " in said
+    assert "second at " in said
+    assert "must run its backward passes and optimizer steps in the same" in said
+
+
 def test_it_is_said_who_trains_and_where(measure: Any, threads: Any) -> None:
     pair = Training(), Training(12)
 
@@ -458,9 +475,9 @@ def test_trainings_without_an_optimizer_of_torchs_are_not_timed(measure: Any, th
     assert record.steps_seen > 0
 
 
-def test_several_are_not_stopped(threads: Any) -> None:
+def test_several_are_not_stopped_and_the_parent_is_told(threads: Any, tmp_path: Path) -> None:
     pair = Training(), Training(12)
-    session = Session(Config(steps=10, stop_after=True, count=False))
+    session = Session(Config(str(tmp_path), steps=10, stop_after=True, count=False))
     session.attach()
     try:
         for i in range(60):
@@ -469,13 +486,18 @@ def test_several_are_not_stopped(threads: Any) -> None:
         session.detach()
     assert session.phase == "done"
     assert session.notes == ["--stop-after: several threads train, so the script was not ended"]
+    session.close()  # waits for the record
+    atexit.unregister(session.close)
+    assert (
+        len(list(tmp_path.glob("ranks/*.json"))) == len(list(tmp_path.glob(folders.GOES_ON))) == 1
+    )
 
 
 def test_one_that_trains_in_a_thread_is_stopped_without_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     left: list[Any] = []
-    monkeypatch.setattr(ending, "end_if_it_waits", lambda: left.append(True))
+    monkeypatch.setattr(ending, "say_if_it_waits", lambda _: left.append(True))
     training = Training()
     steps = []
 

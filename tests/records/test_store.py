@@ -109,6 +109,22 @@ def test_write_replaces_the_old_file_and_leaves_nothing_else(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
+def test_what_never_ends_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "small.json")
+    for path in (tmp_path / "small.json", Path("/dev/zero")):
+        with pytest.raises(RecordError, match="not a regular file"):
+            store.read(path, Small, "s/1")
+
+
+def test_no_umask_takes_from_us_what_we_wrote(tmp_path):
+    before = os.umask(0o777)
+    try:
+        store.write(tmp_path / "small.json", Small("s/1", 1.0))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "small.json").stat().st_mode & 0o777 == 0o600
+
+
 @pytest.mark.parametrize("where", ["fsync", "chmod", "replace"])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_failure_at_any_point_leaves_the_old_file(tmp_path, monkeypatch, where, error):

@@ -83,6 +83,56 @@ def test_steps_that_were_only_counted_take_part_in_time_and_work(make_rank: Make
     assert record.mfu.value == pytest.approx(1e9 / record.step_s.mean / 1e12)
 
 
+@pytest.mark.parametrize(("looks", "known"), [(0, False), (1, False), (7, False), (8, True)])
+def test_the_work_of_several_shapes_is_told_from_several_looks(
+    make_rank: MakeRank, looks: int, known: bool
+) -> None:
+    rank = make_rank()
+    warm = replace(rank.rows[0], kind="warmup", shape="another")
+    brief = StepRow(20_000_000, 20_000_000, "timed", sampled=False)
+    seen = replace(rank.rows[0], kind="warmup")
+    rows = [warm, seen, *rank.rows[:looks], *[brief] * 30]
+    record = summarise(replace(rank, rows=rows))
+    assert (record.mfu.value is not None) == known
+    assert (record.throughput.samples_per_s is not None) == known
+    if not known:
+        said = f"several shapes, and only {looks} of {looks + 30} timed steps were looked at"
+        assert said in str(record.mfu.reason)
+        assert said in str(record.throughput.reason)
+    assert record.throughput.steps_per_s is not None
+    mixed = [replace(row, shape=f"{i % 2}") for i, row in enumerate(rank.rows[:8])]
+    note = "2 input shapes: the FLOPs and samples of a step are means over the 8 of 38 timed steps that were looked at"
+    assert note in summarise(replace(rank, rows=[*mixed, *[brief] * 30])).notes
+    assert note not in record.notes
+    # All alike, as far as was seen, or all looked at: nothing is unknown.
+    alike = summarise(replace(rank, rows=rows[1:]))
+    assert alike.mfu.value is not None
+    granted = f"{looks} of {looks + 30} timed steps were looked at: that the inputs of the others are alike is taken"
+    assert any(n.startswith(granted) for n in alike.notes) == (not known)
+    assert summarise(replace(rank, rows=[warm, *rank.rows[:3]])).mfu.value is not None
+
+
+def test_sizes_that_the_looks_do_not_settle_withhold_the_work(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    brief = StepRow(20_000_000, 20_000_000, "timed", sampled=False)
+    row = rank.rows[0]
+    short, long = (replace(row, shape=f"{n}", samples=n, tokens=None) for n in (4, 12))
+    record = summarise(replace(rank, rows=[short, long] * 4 + [brief] * 30))
+    # mean 8, s = sqrt(128 / 7): 1.96 sqrt(128 / 7 / 8 (1 - 8 / 38)) / 8
+    said = (
+        "from the 8 of 38 timed steps that were looked at their mean size is known to ± 32.9 % only"
+    )
+    assert said in str(record.mfu.reason)
+    assert said in str(record.throughput.reason)
+    assert record.throughput.samples_per_s is None
+    near = replace(short, samples=100), replace(long, samples=104)
+    record = summarise(replace(rank, rows=[*near] * 4 + [brief] * 30))
+    assert record.throughput.samples_per_step == pytest.approx(102)
+    assert any(n.endswith("looked at (their size is known to ± 1.29 %)") for n in record.notes)
+    every = summarise(replace(rank, rows=[short, long] * 19))
+    assert every.throughput.samples_per_step == pytest.approx(8)
+
+
 def test_what_is_in_a_step_is_known_from_the_warm_up_if_need_be(make_rank: MakeRank) -> None:
     rank = make_rank()
     warm = replace(rank.rows[0], kind="warmup", ns=90_000_000)

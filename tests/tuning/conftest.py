@@ -44,6 +44,8 @@ class Stage:
     takes_s: dict[str, float] = field(default_factory=dict)  # by the beginning of a name; else 10 s
     ends: dict[str, int] = field(default_factory=dict)  # by name: codes of what ends before a step
     removes: dict[str, Path] = field(default_factory=dict)  # by name: a folder that it removes
+    goes_on: str | None = None  # beginning of the names of those that go on once measured
+    fields: dict[str, Any] = field(default_factory=dict)  # of the rank records
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     limits_s: dict[str, float] = field(default_factory=dict)
 
@@ -66,6 +68,11 @@ class Stage:
         if not name.startswith("trials-"):
             rank = self.rank(name, options)
             store.write(folder / "ranks" / "r.json", rank)
+            if self.goes_on is not None and name.startswith(self.goes_on):
+                assert not how["watch"]()
+                (folder / "goes-on-1.txt").write_text("why\n")
+                assert how["watch"]()
+                return -signal.SIGTERM
         elif self.trials:
             trials, aa, notes = self.trials.pop(0)
             content = {
@@ -82,7 +89,7 @@ class Stage:
         on = [f"{code} x" for code in fixes if code not in self.left_out]
         notes += [f"applied by the plan: {', '.join(on) or 'nothing'}"] if fixes else []
         step_ms = {"baseline": 30}.get(name, 5 if fixes else 10) + len(self.options) / 100
-        return self.make_rank(steps=40, step_ns=int(step_ms * 1e6), notes=notes)
+        return self.make_rank(steps=40, step_ns=int(step_ms * 1e6), notes=notes, **self.fields)
 
     def tune(self, budget_s: float = 600) -> TuneRecord:
         """Returns the record of a tune of two fixes, three processes an arm in its proof."""

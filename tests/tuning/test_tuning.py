@@ -98,6 +98,25 @@ def test_a_script_that_removes_the_folder_ends_the_tune_and_nothing_is_made_anew
     assert not stage.folder.exists()
 
 
+# ---------------------------------------------------------------------- processes that do not end
+
+
+def test_processes_that_go_on_once_measured_are_ended_and_their_numbers_stand(stage: Stage) -> None:
+    stage.trials, stage.goes_on = [(KEPT, AA, [])], ""
+    record = stage.tune()
+    assert (record.plan is not None, record.proof.exit_codes_equal) == (True, True)
+    run = json.loads((stage.folder / "proof-1-new" / "run.json").read_text())
+    assert (run["complete"], run["exit_code"]) == (True, None)
+
+
+def test_a_script_in_which_several_threads_train_is_not_tuned(stage: Stage) -> None:
+    stage.goes_on, stage.fields = "baseline", {"several": "several threads train at once (a, b)"}
+    with pytest.raises(UsageError, match="several threads train at once in this script") as caught:
+        stage.tune()
+    assert str(caught.value).endswith(f"What was measured is in {stage.folder / 'baseline'}")
+    assert list(stage.options) == ["baseline"]
+
+
 # ---------------------------------------------------------------------- time
 
 

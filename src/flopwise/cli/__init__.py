@@ -57,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except FlopwiseError as error:
-        print(f"flopwise {arguments.command}: {error}", file=sys.stderr)
+        from flopwise.measurement.words import line
+
+        print(line(f"flopwise {arguments.command}: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

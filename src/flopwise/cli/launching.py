@@ -116,7 +116,7 @@ def job_of(arguments: argparse.Namespace) -> Job:
 
 def positive(text: str) -> int:
     """Returns a positive whole number, for argparse."""
-    value = int(text)
+    value = _whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError("must be 1 or more")
     return value
@@ -124,7 +124,14 @@ def positive(text: str) -> int:
 
 def not_negative(text: str) -> int:
     """Returns a whole number that is not negative, for argparse."""
-    value = int(text)
+    value = _whole(text)
     if value < 0:
         raise argparse.ArgumentTypeError("must be 0 or more")
     return value
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None

@@ -64,7 +64,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         seen = look(sys.stdout, width=args.width)
         render: Any = render_run if isinstance(record, run_record.RunRecord) else render_tune
-        text = render(record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only)
+        try:
+            text = render(record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only)
+        except ArithmeticError as error:
+            raise RecordError(
+                f"{args.record}: holds a number that no run writes ({error}). It may have been edited; run again to "
+                "replace it"
+            ) from error
     write(sys.stdout, text)
     return 0
 

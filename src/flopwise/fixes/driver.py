@@ -23,7 +23,7 @@ from flopwise.fixes.application import facts_of, scene_of
 from flopwise.fixes.interface import Applied, Declined, Facts, Fix
 from flopwise.fixes.reasons import seen_steps, too_few_pairs, verdict_reason
 from flopwise.fixes.registry import FIXES
-from flopwise.meter.config import StopTraining
+from flopwise.meter import ending
 from flopwise.meter.found import frames_compiled
 from flopwise.meter.replay import Snapshot, error_words
 from flopwise.meter.rows import COMPILED, COUNTED, EPOCH, EVALUATION, SAVE, Row
@@ -83,7 +83,9 @@ class Driver:
         except StopIteration:
             self._write("complete")
             session.detach()
-            raise StopTraining from None
+        else:
+            return
+        ending.end_script(session.trainers.thread, session.config.folder)
 
     # ------------------------------------------------------------------ the script of the trials
 
@@ -137,8 +139,6 @@ class Driver:
         kept = False
         try:
             kept = yield from self._judge(fix, applied, snapshot, rows)
-        except StopTraining:
-            raise
         except Exception as error:
             self._add(fix, "declined", f"failed while it was tried: {error_words(error)}")
         finally:

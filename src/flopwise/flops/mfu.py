@@ -16,6 +16,7 @@ from flopwise.records.run import Mfu
 from flopwise.units import count, percent
 
 COVERAGE_WANTED = 0.98  # below it the reader is told what is missing
+IMPOSSIBLE = "is impossible"  # in the reason of every value that is above what the peaks allow
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _surely_executed(demand: Demand) -> dict[str, int]:
 
 def _refusal(worst: float, demand: Demand, step_s: float, ci95: tuple[float, float] | None) -> str:
     """Returns the message for an impossible value: what was seen, what it may be, what to do."""
-    text = f"MFU {worst:.3g} is impossible: the count or the time is wrong, or the peak belongs to another device or dtype"
+    text = f"MFU {worst:.3g} {IMPOSSIBLE}: the count or the time is wrong, or the peak belongs to another device or dtype"
     if demand.by_op:
         name, flops = max(demand.by_op.items(), key=lambda item: item[1])
         share = flops / max(1, sum(demand.by_op.values()))

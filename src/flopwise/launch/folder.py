@@ -15,6 +15,8 @@ from flopwise.errors import RunFolderError
 
 LAUNCH = "launch.json"
 RANKS = "ranks"
+#: Signs that a script goes on that was to be ended.
+GOES_ON = "goes-on-*.txt"
 
 
 def create(out: str | None, name: str, options: dict[str, Any]) -> Path:

@@ -27,7 +27,7 @@ def run(
     argv: list[str],
     env: dict[str, str],
     *,
-    watch: Callable[[], None] | None = None,
+    watch: Callable[[], bool | None] | None = None,
     timeout_s: float | None = None,
     on_timeout: Callable[[], None] | None = None,
     output: Any = None,
@@ -41,7 +41,7 @@ def run(
     Args:
         argv: the command.
         env: its environment.
-        watch: called every quarter of a second while it runs.
+        watch: called every quarter of a second while it runs; an owned job is ended where it returns True.
         timeout_s: after this long the job is terminated, and killed 10 s later.
         on_timeout: called when it is the limit that ends the job.
         output: where its stdout and stderr go; None: where ours go.
@@ -70,12 +70,11 @@ def run(
                 break
             except subprocess.TimeoutExpired:
                 pass
-            if watch is not None:
-                watch()
+            enough = watch is not None and watch() is True
             overdue = time.monotonic() > deadline
             if overdue and relay.ended_by is None and on_timeout is not None:
                 on_timeout()
-            if overdue or relay.ended_by is not None:
+            if overdue or relay.ended_by is not None or (owned and enough):
                 _end(child)
                 break
     if relay.ended_by is not None:

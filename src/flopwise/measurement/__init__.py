@@ -48,20 +48,25 @@ class Measurement:
     price_usd_per_hour: float | None = None
     quiet: bool = False
     first_report_s: float = FIRST_REPORT_S
-    exit_code: int | None = None  # as a shell shows it
+    exit_code: int | None = None  # as a shell shows it; None: it runs, or we ended it once measured
     record: RunRecord | None = None
     notes: list[str] = field(default_factory=list)
     created: str = field(
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )
+    _told: int = 0  # how many of the notes were there before the job started
     _ended_by: int | None = None  # the signal that ended the job
     _overdue_s: float | None = None  # the time limit of ours that ended it
+    _went_on: bool = False  # it was to end once measured, and we ended it
     _printed: RunRecord | None = None
     _started: float = field(default_factory=time.monotonic)
     _looked: float = 0.0
     _seen: list[tuple[str, int, int]] = field(default_factory=list)
     _complete: bool = False
     _known: list[RankRecord] = field(default_factory=list)  # as last read
+
+    def __post_init__(self) -> None:
+        self._told = len(self.notes)
 
     def run(
         self,
@@ -72,7 +77,8 @@ class Measurement:
     ) -> int:
         """Runs the job to its end; returns its exit code, -n if signal n ended it.
 
-        A complete measurement is reported while the job still runs, unless it has a time limit.
+        A complete measurement is reported while the job still runs, unless it has a time limit: then the job is ours,
+        and is ended where it has left a sign that it goes on after it should have ended.
 
         Raises:
             UsageError: it cannot be started.
@@ -81,7 +87,7 @@ class Measurement:
             code = process.run(
                 self.job.argv,
                 commands.environment(self.folder, env),
-                watch=self._watch if timeout_s is None else None,
+                watch=self._watch if timeout_s is None else self._goes_on,
                 timeout_s=timeout_s,
                 on_timeout=lambda: setattr(self, "_overdue_s", timeout_s),
                 output=output,
@@ -90,8 +96,9 @@ class Measurement:
             raise UsageError(
                 f"{self.job.argv[0]} cannot be started ({error.strerror or error})"
             ) from error
-        self._ended_by = -code if code < 0 else None
-        self.exit_code = process.shell_code(code)
+        if not self._went_on:
+            self._ended_by = -code if code < 0 else None
+            self.exit_code = process.shell_code(code)
         return code
 
     def conclude(self) -> RunRecord:
@@ -170,6 +177,11 @@ class Measurement:
             self._known = found
         return self._known
 
+    def _goes_on(self) -> bool:
+        """Returns whether the script goes on though it was to end once measured."""
+        self._went_on = any(self.folder.glob(folders.GOES_ON))
+        return self._went_on
+
     def _watch(self) -> None:
         """Looks after a job that is still running. Whatever goes wrong here must not reach the job."""
         now = time.monotonic()
@@ -218,20 +230,25 @@ class Measurement:
         lead = summary.one_per_rank(ranks)[0]
         # Whoever has interrupted a job does not want to wait for ours.
         may_measure = final and self.peak is None and self._interrupted() is None
-        return summary.summarise(
-            ranks,
-            summary.Context(
-                command=self.options["command"],
-                script=self.job.script,
-                exit_code=self.exit_code,
-                peak=self.peak,
-                price_usd_per_hour=self.price_usd_per_hour,
-                ceilings=ceilings.of_rank(lead, notes, may_measure=may_measure, quiet=self.quiet),
-                plan=self.options.get("plan"),
-                notes=notes,
-                created=self.created,
-            ),
+        measured = ceilings.of_rank(lead, notes, may_measure=may_measure, quiet=self.quiet)
+        context = summary.Context(
+            command=self.options["command"],
+            script=self.job.script,
+            exit_code=self.exit_code,
+            peak=self.peak,
+            price_usd_per_hour=self.price_usd_per_hour,
+            ceilings=measured,
+            plan=self.options.get("plan"),
+            notes=list(notes),
+            created=self.created,
         )
+        record = summary.summarise(ranks, context)
+        if may_measure and measured is not None and ceilings.passed(record, measured):
+            higher = ceilings.again(measured, notes, quiet=self.quiet)
+            if higher is not None:
+                context = replace(context, ceilings=higher, notes=notes)
+                record = summary.summarise(ranks, context)
+        return record
 
     def _interrupted(self) -> str | None:
         """Returns the name of the signal that ended the job, if one did."""
@@ -248,8 +265,9 @@ class Measurement:
         ]
         if failed:
             return f"nothing was measured: {failed[0]}"
-        if self.notes:
-            return f"nothing was measured: {self.notes[0]}"
+        problems = self.notes[self._told :]
+        if problems:
+            return f"nothing was measured: {problems[0]}"
         ending = self.ending()
         if folders.gone(self.folder):
             how = f" The script {ending}." if ending else ""
@@ -281,7 +299,7 @@ def _no_step(attached: int, ending: str | None) -> str:
     if attached and ending:
         return (
             f"no training step was stored: the script {ending} before enough of them were timed. {torch_in}; a first "
-            f"record is written after ten steps. If its loop has {own}"
+            f"record is written after ten timed steps. If its loop has {own}"
         )
     if attached:
         return (

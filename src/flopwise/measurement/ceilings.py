@@ -6,9 +6,11 @@ import socket
 from dataclasses import replace
 
 from flopwise.errors import FlopwiseError
+from flopwise.flops.mfu import IMPOSSIBLE
 from flopwise.measurement.words import say
 from flopwise.records.ceilings import CeilingsRecord
 from flopwise.records.rank import RankRecord
+from flopwise.records.run import RunRecord
 
 
 def of_rank(
@@ -55,6 +57,31 @@ def of_rank(
             notes.append(f"the cached ceilings are left out: they were measured with {other}")
             return None
     return record
+
+
+def passed(record: RunRecord, measured: CeilingsRecord | None) -> bool:
+    """Whether a run was faster than what its CPU was measured to reach: then that was measured too low."""
+    if measured is None or measured.device_type != "cpu" or record.mfu.peak_kind != "measured":
+        return False
+    return IMPOSSIBLE in (record.mfu.reason or "")
+
+
+def again(measured: CeilingsRecord, notes: list[str], *, quiet: bool) -> CeilingsRecord | None:
+    """Returns higher ceilings of a CPU, measured again, or None; says so."""
+    from flopwise.hardware import ceilings
+
+    if not quiet:
+        say("flopwise: the run beats what this CPU was measured to reach; measuring it again")
+    try:
+        found = ceilings.better(measured)
+    except (FlopwiseError, KeyboardInterrupt) as error:
+        notes.append(f"the ceilings of this CPU could not be measured again: {error}")
+        return None
+    if found is not None:
+        notes.append(
+            f"this CPU was measured again: the figures of {measured.created[:16]} were too low (a busy machine)"
+        )
+    return found
 
 
 def _of_another_device(record: CeilingsRecord, lead: RankRecord) -> str | None:

@@ -116,7 +116,7 @@ class StepCounter:
         if devices.get(BACKWARD, set()) - forward:
             raise AttachError(
                 "a backward pass was seen but not its forward pass, which ran on another thread (nn.DataParallel), "
-                "in compiled code or in a replayed CUDA graph"
+                "in compiled code, in a replayed CUDA graph or in a closure that the optimizer calls"
             )
 
 

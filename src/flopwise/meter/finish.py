@@ -145,7 +145,7 @@ def build(snapshot: Snapshot) -> RankRecord:
         local_rank=local_rank,
         host=socket.gethostname(),
         pid=os.getpid(),
-        argv=list(sys.argv),
+        argv=[str(word) for word in getattr(sys, "argv", [])],
         python=platform.python_version(),
         torch=str(torch.__version__),
         cuda=torch.version.cuda,
@@ -402,10 +402,16 @@ def _drop_slow_lead(kinds: list[str], spans: Sequence[int]) -> None:
 
 def identity() -> tuple[int, int, int]:
     """Returns (rank, world size, local rank) of this process."""
-    rank, world = int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
+    rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return rank, world, int(os.environ.get("LOCAL_RANK") or rank)
+    return rank, world, _number("LOCAL_RANK", rank)
+
+
+def _number(name: str, otherwise: int) -> int:
+    """Returns a variable of the environment as a number; what is none was not set by a launcher."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else otherwise
 
 
 def _launch() -> str:

@@ -21,7 +21,9 @@ from threading import get_ident
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from flopwise.errors import NothingMeasuredError
 from flopwise.meter import ending, finish, marks, selftest
 from flopwise.meter.clock import DeviceClock
 from flopwise.meter.config import Config, StopTraining
@@ -56,6 +58,9 @@ FIRST_RECORD_STEPS = 10
 #: Short steps are looked at closely (phases, shapes, device time) once in this many ns, and only counted in between:
 #: one close look costs some 0.1 to 0.2 ms of host time.
 CLOSE_LOOK_NS = 250_000_000
+#: Where inputs have several shapes, the work of a step is only known of those that were looked at: as often as about a
+#: hundredth of the time allows.
+VARIED_LOOK_NS = 15_000_000
 #: But in a measurement of N steps at least this often, and never more seldom than every 128th step.
 CLOSE_LOOKS = 8
 LONGEST_STRIDE = 128
@@ -310,6 +315,7 @@ class Session:
                 return
         except Exception as error:
             self.fail(error)
+            return
         if self.mode != "replay":
             self.leave_sole()
             self.mode = "replay"
@@ -402,6 +408,10 @@ class Session:
         self.optimizers[identity] = weakref.ref(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                if parameter.device.type == "meta" or isinstance(parameter, FakeTensor):
+                    raise NothingMeasuredError(
+                        "the model's parameters hold no data (the meta device, or fake tensors): nothing is computed"
+                    )
                 self.device = parameter.device
                 return
 
@@ -486,9 +496,12 @@ class Session:
             return self.config.stride or 1
         recent = self.rows[-4:]
         step_ns = max(1, (recent[-1].end_ns - recent[0].end_ns) // max(1, len(recent) - 1))
-        stride = min(LONGEST_STRIDE, -(-CLOSE_LOOK_NS // step_ns))
+        shapes = {row.shape for row in self.rows if isinstance(row, Row)} - {""}
+        look_ns = CLOSE_LOOK_NS if len(shapes) < 2 else VARIED_LOOK_NS
+        stride = min(LONGEST_STRIDE, -(-look_ns // step_ns))
         if self.config.steps is not None:
-            stride = min(stride, self.config.steps // CLOSE_LOOKS)
+            # Twice as often where inputs differ: the summary wants so many to tell the work of all.
+            stride = min(stride, self.config.steps // (CLOSE_LOOKS * (2 if len(shapes) > 1 else 1)))
         return max(1, stride)
 
     def _boundary(self, started: int) -> None:
@@ -692,10 +705,7 @@ class Session:
                 self.note("--stop-after: another rank's meter failed, so the script was not ended")
                 return
             finish.leave_together(self)
-            if threading.current_thread() is not threading.main_thread():
-                ending.end_if_it_waits()
-                raise SystemExit(0)  # what a thread may end with in silence is this class alone
-            raise StopTraining
+            ending.end_script(self.trainers.thread, self.config.folder)
 
     # ------------------------------------------------------------------ the record
 
@@ -717,6 +727,8 @@ class Session:
             if before is not None:  # in order: an earlier record must not replace a later one
                 before.join()
             finish.write(snapshot)
+            if self.config.stop_after and self.enough and self.trainers.several is not None:
+                ending.leave_sign(self.config.folder, "several threads train")
         except Exception as error:
             self._complain(error)
 
@@ -783,6 +795,13 @@ class Session:
         if self._warned:
             return
         self._warned = True
+        if isinstance(error, NothingMeasuredError):
+            with contextlib.suppress(Exception):
+                print(
+                    f"flopwise: {error}. The script goes on unmeasured", file=sys.stderr, flush=True
+                )
+                finish.leave_message(self, str(error))
+            return
         where = traceback.extract_tb(error.__traceback__)
         place = f"{os.path.basename(where[-1].filename)}:{where[-1].lineno}" if where else "?"
         try:

@@ -109,7 +109,6 @@ class Trainers:
     def interval_ended(self) -> bool:
         """Called at the end of a step that was looked at closely; returns whether several train."""
         backward, two = self._backward, self._two
-        self._backward, self._two = 0, False
         if not in_backward_pass():
             ident = get_ident()
             self.thread = self.thread or ident
@@ -117,7 +116,8 @@ class Trainers:
         self.mixed = two
         self._mixed += two
         if self._mixed >= MIXED_INTERVALS:
-            self.refuse()
+            self.refuse()  # which names the thread of that backward pass, too
+        self._backward, self._two = 0, False
         return self.several is not None
 
     def is_other(self) -> bool:
@@ -179,5 +179,6 @@ class Trainers:
         return (
             f"several threads train at once ({', '.join(found)}; noticed {when}): whose forward, backward, batch and FLOPs are whose cannot "
             "be told. What holds: the time from one optimizer step to the next, of whichever thread, memory and energy. "
-            "To measure one training, run it alone, or each in a process of its own"
+            "To measure one training, run it alone, or each in a process of its own; a single one whose work threads share "
+            "must run its backward passes and optimizer steps in the same of them"
         )

@@ -62,7 +62,7 @@ class Steps:
     dropped_counted: int  # steps slowed by our own FLOP count
     dropped_pause: int  # intervals that held an evaluation, a checkpoint or an epoch start
     skipped_by_scaler: int  # timed iterations whose update a GradScaler skipped: time, but no FLOPs
-    boundary: str  # what ended a step: "optimizer" | "optimizer cycle of N" | "backward" | "graph replay" | "mark"
+    boundary: str  # what ended a step: "optimizer" | "optimizer cycle of N" | "backward" | "graph replay" | "mark" | "any step of N threads"
     warmup_rule: str  # the rule, in words, with its numbers
     micro_batches: (
         float | None
@@ -226,7 +226,7 @@ class RunRecord:
     created: str  # ISO 8601, UTC
     command: list[str]
     script: str
-    exit_code: int | None  # of the script; None while it still runs
+    exit_code: int | None  # of the script; None: it still runs, or a tune ended it once measured
     complete: bool  # False: a first report, or the run ended before all steps were timed
     env: Env
     steps: Steps

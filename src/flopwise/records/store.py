@@ -71,7 +71,7 @@ def write_text(path: Path, text: str) -> None:
             os.fsync(stream.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        os.chmod(temporary, 0o666 & ~umask | 0o600)  # whatever the umask, we are to read it
         os.replace(temporary, path)
     except BaseException as error:
         if temporary is not None:
@@ -93,6 +93,8 @@ def read(path: Path, kind: type[T], schema: str) -> T:
             type.
     """
     try:
+        if path.is_fifo() or path.is_char_device():  # it would have us wait, or never end
+            raise RecordError(f"{path}: cannot be read (not a regular file)")
         data = path.read_bytes()
     except OSError as error:
         raise RecordError(f"{path}: cannot be read ({error.strerror or error})") from error

@@ -20,7 +20,16 @@ from flopwise.summary.devices import Devices
 from flopwise.summary.peaks import device_match
 from flopwise.summary.phases import phases_of
 from flopwise.summary.power import clocks_of, cost_of, energy_of
-from flopwise.summary.steps import looked_at, mean_step_s, own_ns_a_step, step_time_of, steps_of
+from flopwise.summary.steps import (
+    LOOKS,
+    looked_at,
+    mean_step_s,
+    own_ns_a_step,
+    size_error_frac,
+    step_time_of,
+    steps_of,
+    too_few_looks,
+)
 from flopwise.summary.trainings import lead_of, missing_ranks, one_per_rank, other_trainings
 from flopwise.summary.work import mfu_of, throughput_of
 from flopwise.units import percent
@@ -45,7 +54,8 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
     missing = missing_ranks(ranks, ranks_timed, lead.world_size)
     devices = Devices.of(ranks_timed)
     several = any(r.several for r in ranks_timed)
-    unknown = missing or ("several threads train" if several else None)
+    few = next((why for r in ranks_timed if (why := too_few_looks(r, timed[r.rank]))), None)
+    unknown = missing or ("several threads train" if several else few)
     throughput = throughput_of(ranks_timed, sampled, step_s, lead.counted_from, unknown)
     own = statistics.fmean(own_ns_a_step(r, timed[r.rank]) for r in ranks_timed)
     host = statistics.fmean(row.host_ns for r in ranks_timed for row in timed[r.rank])
@@ -177,6 +187,16 @@ def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list
     close = [row for row in timed[lead.rank] if row.sampled]
     shapes = {row.shape for row in close}
     counted = {f.shape for f in lead.flops}
+    if len(close) < min(LOOKS, len(timed[lead.rank])):
+        notes.append(
+            f"{len(close)} of {len(timed[lead.rank])} timed steps were looked at: that the inputs of the others are "
+            "alike is taken for granted. Run for longer, or give --steps"
+        )
+    elif len(shapes) > 1 and len(close) < len(timed[lead.rank]):
+        notes.append(
+            f"{len(shapes)} input shapes: the FLOPs and samples of a step are means over the {len(close)} of "
+            f"{len(timed[lead.rank])} timed steps that were looked at{_how_well(timed[lead.rank])}"
+        )
     if len(shapes) > 1 and counted:
         known = sum(row.shape in counted for row in close)
         if known < len(close):
@@ -190,3 +210,8 @@ def _notes(ranks: Sequence[RankRecord], timed: dict[int, list[StepRow]]) -> list
 def _largest(values: Any) -> int | None:
     known = [v for v in values if v is not None]
     return max(known) if known else None
+
+
+def _how_well(timed: Sequence[StepRow]) -> str:
+    error = size_error_frac(timed)
+    return f" (their size is known to ± {percent(error)})" if error else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -9,9 +10,14 @@ from collections.abc import Sequence
 from flopwise.records import run as records
 from flopwise.records.rank import FlopCount, RankRecord, StepRow
 from flopwise.trials.interval import mean_interval
+from flopwise.units import percent
 
 #: Strata shown one by one; the rest are summed.
 STRATA = 8
+#: Where inputs have several shapes, at least so many timed steps have to be looked at to tell the work of all.
+LOOKS = 8
+#: And the mean size of their inputs has to be known this well (half of its 95 % interval over the mean).
+SIZE_ERROR_FRAC = 0.05
 
 
 def looked_at(rank: RankRecord, timed: Sequence[StepRow]) -> list[StepRow]:
@@ -21,6 +27,40 @@ def looked_at(rank: RankRecord, timed: Sequence[StepRow]) -> list[StepRow]:
     """
     before = [row for row in rank.rows if row.sampled and row.kind in ("warmup", "counted")]
     return [row for row in timed if row.sampled] or before[-3:] or list(timed)
+
+
+def too_few_looks(rank: RankRecord, timed: Sequence[StepRow]) -> str | None:
+    """Returns why the work of the timed steps is not known: their shapes differ, and few were looked at."""
+    looks = sum(row.sampled for row in timed)
+    shapes = {row.shape for row in rank.rows if row.sampled and row.shape}
+    if len(shapes) < 2 or rank.boundary == "graph replay":
+        return None
+    if looks >= min(LOOKS, len(timed)):
+        error = size_error_frac(timed)
+        if error is None or error <= SIZE_ERROR_FRAC:
+            return None
+        return (
+            f"the inputs have several shapes, and from the {looks} of {len(timed)} timed steps that were looked at their "
+            f"mean size is known to ± {percent(error)} only: run for longer, or give --steps"
+        )
+    return (
+        f"the inputs have several shapes, and only {looks} of {len(timed)} timed steps were looked at: run for longer, "
+        "or give --steps"
+    )
+
+
+def size_error_frac(timed: Sequence[StepRow]) -> float | None:
+    """Returns how well the mean size of the inputs is known from the steps looked at; None where no size is.
+
+    Half of the 95 % interval of the mean, over it. Source: sampling without replacement, Cochran, Sampling Techniques
+    (1977), section 2.6: s^2 / k (1 - k / n).
+    """
+    sizes = [row.tokens or row.samples for row in timed if row.sampled]
+    known = [float(size) for size in sizes if size]
+    if len(known) < 2 or len(known) < len(sizes):
+        return None
+    left = 1 - len(known) / len(timed)
+    return 1.96 * statistics.stdev(known) * math.sqrt(left / len(known)) / statistics.fmean(known)
 
 
 def own_ns_a_step(rank: RankRecord, rows: Sequence[StepRow]) -> float:

@@ -14,7 +14,7 @@ from flopwise.records.rank import FlopCount, RankRecord, StepRow
 from flopwise.summary.context import Context
 from flopwise.summary.devices import Devices
 from flopwise.summary.peaks import peak_of_device
-from flopwise.summary.steps import looked_at, repeats, step_time_of
+from flopwise.summary.steps import looked_at, repeats, step_time_of, too_few_looks
 
 
 def throughput_of(
@@ -119,6 +119,8 @@ def _rank_work(rank: RankRecord, rows: Sequence[StepRow]) -> _Work:
         return _Work(
             {}, {}, {}, 0.0, _first(rank.notes, "FLOPs not counted") or "FLOPs were not counted"
         )
+    if (few := too_few_looks(rank, rows)) is not None:
+        return _Work({}, {}, {}, 0.0, few)
     graph = rank.boundary == "graph replay"
     every = rows
     rows = looked_at(rank, every)

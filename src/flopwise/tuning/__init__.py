@@ -47,7 +47,7 @@ class Tuning:
 
         Raises:
             NothingMeasuredError: the script has no step to measure.
-            UsageError: the budget is too small for anything to be tried.
+            UsageError: the budget is too small for anything to be tried, or several threads train.
             RunFolderError: the folder cannot be written, or went away.
         """
         with self.budget.part("baseline"):
@@ -79,6 +79,11 @@ class Tuning:
             raise NothingMeasuredError(
                 f"--budget {self.budget.given_s:.0f}s is too small to measure the script as it is: {error}"
             ) from error
+        if record.phases.data_s is None:
+            raise UsageError(
+                "several threads train at once in this script, and what a fix does to one of them cannot be told: "
+                f"nothing was tried. What was measured is in {measurement.folder}"
+            )
         self.budget.learn(record, wall_s)
         return record
 
