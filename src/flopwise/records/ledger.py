@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from flopwise.records.finding import Finding
+
 SCHEMA = "flopwise.ledger/1"
 
 #: Lines in their order, by family. What each means: docs/ledger.md.
@@ -98,4 +100,5 @@ class LedgerRecord:
     trusted: bool
     untrusted_because: list[str]
     notes: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # the largest share first
     busy_most_frac: float | None = None  # with the unusable kernels as long as their usable twins

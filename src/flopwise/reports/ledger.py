@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flopwise.records.ledger import LedgerRecord, Line
-from flopwise.reports import figures
+from flopwise.reports import figures, run_findings
 from flopwise.reports.figures import percent
 from flopwise.reports.screen import WARN, Column, Piece, Screen, bar
 
@@ -38,7 +38,9 @@ CELLS = 20
 def draw(screen: Screen, record: LedgerRecord, saved: Sequence[str] = ()) -> None:
     """Draws the whole report."""
     facts: list[Piece] = [
-        f"device {record.device}: {record.device_name or 'not named'}",
+        f"device {record.device}: {record.device_name or 'not named'}"
+        if record.device >= 0
+        else "CPU",
         f"{figures.counted(record.steps, 'step')} of {record.steps_in_trace}, ended by the {record.steps_by}",
     ]
     if record.rank is not None and record.world_size and record.world_size > 1:
@@ -48,6 +50,8 @@ def draw(screen: Screen, record: LedgerRecord, saved: Sequence[str] = ()) -> Non
     _headline(screen, record)
     screen.blank()
     _lines(screen, record)
+    screen.blank()
+    run_findings.findings(screen, record, "largest share first")
     screen.blank()
     _operators(screen, record)
     screen.blank()

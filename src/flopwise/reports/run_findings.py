@@ -1,8 +1,9 @@
-"""The findings of a run report: what was found, where, what it costs, what to do."""
+"""The findings of a report: what was found, where, what it costs, what to do."""
 
 from __future__ import annotations
 
 from flopwise.records.finding import Finding
+from flopwise.records.ledger import LedgerRecord
 from flopwise.records.run import RunRecord
 from flopwise.reports import figures
 from flopwise.reports.figures import percent
@@ -12,11 +13,13 @@ SHOWN = 8  # findings; more are in the JSON
 PLACES = 3  # places of one finding
 
 
-def findings(screen: Screen, record: RunRecord) -> None:
+def findings(
+    screen: Screen, record: RunRecord | LedgerRecord, order: str = "most urgent first"
+) -> None:
     """Draws the findings in the order of the record; nothing if there are none."""
     if not record.findings:
         return
-    screen.line(("findings, most urgent first", "bold"))
+    screen.line((f"findings, {order}", "bold"))
     for number, finding in enumerate(record.findings[:SHOWN], start=1):
         screen.flow(str(number), _head(finding))
         screen.flow("", [finding.evidence] if finding.evidence else [])

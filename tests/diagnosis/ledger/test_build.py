@@ -227,7 +227,7 @@ class TestTheDevice:
 
 class TestWhatIsNotThere:
     def test_no_work_of_a_device_is_one_clear_error(self, timeline: Any) -> None:
-        timeline.op("aten::mm", 10, 10)
+        timeline.add("user_annotation", "mine", 10, 10)
         with pytest.raises(LedgerError, match=r"no kernel or copy .*\(1 events\).*CUDA"):
             ledger(timeline.read())
 

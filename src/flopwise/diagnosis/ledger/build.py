@@ -7,28 +7,26 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flopwise._version import __version__
-from flopwise.diagnosis.ledger.peel import peel
-from flopwise.diagnosis.ledger.recompute import recomputed
+from flopwise.diagnosis.ledger.findings import Scene, findings
+from flopwise.diagnosis.ledger.replay import Replay
 from flopwise.diagnosis.ledger.scale import Scale, scale_of
 from flopwise.diagnosis.ledger.soundness import Soundness, judge
+from flopwise.diagnosis.ledger.tally import Job, Tally, Times, tallied
 from flopwise.errors import FlopwiseError
 from flopwise.records.ledger import FAMILIES, SCHEMA, LedgerRecord, Line, Share, Spent
-from flopwise.trace import idle
+from flopwise.trace import cpu
 from flopwise.trace.chrome import Trace
 from flopwise.trace.health import Sifted, sift
-from flopwise.trace.kinds import Kind
-from flopwise.trace.launches import Launches, launches
-from flopwise.trace.ownership import Owner, classes, own
-from flopwise.trace.partition import devices, partition
-from flopwise.trace.steps import Steps, finished, optimizer_calls, steps
-from flopwise.trace.table import Events, Operands
+from flopwise.trace.idle import Host
+from flopwise.trace.launches import launches
+from flopwise.trace.ownership import own
+from flopwise.trace.partition import Partition, devices, partition
+from flopwise.trace.steps import Steps, finished, steps
 
 RESAMPLES = 400  # of the bootstrap over steps
 SHOWN = 12  # operators and calls that the record names
@@ -36,33 +34,10 @@ SHOWN = 12  # operators and calls that the record names
 UNEXPLAINED_FRAC = 0.05
 NEGATIVE_FRAC = 0.01
 COVERAGE_FRAC = 0.98
-_NOTHING = Operands()
 
 
 class LedgerError(FlopwiseError):
     """A trace has nothing that a ledger could be made of."""
-
-
-Times = dict[str, float]  # by name, nanoseconds or how often
-
-
-@dataclass
-class Tally:
-    """What is summed up over the steps."""
-
-    lines: list[dict[str, float]] = field(default_factory=list)  # by step, nanoseconds
-    flops: float = 0.0
-    covered_ns: float = 0.0
-    kernel_ns: float = 0.0
-    operators: Times = field(default_factory=lambda: defaultdict(float))
-    calls: Times = field(default_factory=lambda: defaultdict(float))
-    kernels: dict[str, Times] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(float))
-    )
-    blocking: Times = field(default_factory=lambda: defaultdict(float))
-    notes: Times = field(
-        default_factory=lambda: defaultdict(float)
-    )  # the time that a note is about
 
 
 def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
@@ -74,6 +49,10 @@ def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
     sifted = sift(trace.events)
     events = sifted.events
     found = devices(events)
+    if not found and not sifted.work and device is None:
+        record = _of_cpu(trace)
+        if record is not None:
+            return record
     if not found:
         raise LedgerError(_nothing(trace, sifted))
     device = found[0] if device is None else device
@@ -86,9 +65,36 @@ def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
     if trace.damage.ends_early:
         marks = finished(marks, work)
     sound = judge(trace.events, sifted, work, marks)
-    tally = _tally(events, work, marks, sound.first, scale or _unit_scale())
+    host = Host(events, work)
+    job = Job.of_device(events, work, host)
+    tally = tallied(job, marks, sound.first, scale or _unit_scale())
     trace = dataclasses.replace(trace, events=events)
-    return _record(trace, device, properties, marks, sound, tally, scale, reason)
+    share = _share(partition(events, device))
+    record = _record(trace, device, properties, marks, sound, tally, scale, reason, share)
+    lines = {line.name: line for line in record.lines}
+    scene = Scene(job, tally, host, Replay(events, work, host, marks), lines, record.step_s)
+    return dataclasses.replace(record, findings=findings(scene))
+
+
+def _of_cpu(trace: Trace) -> LedgerRecord | None:
+    """Returns the ledger of a job on a CPU; None where no operator is in the trace."""
+    events = trace.events
+    work = cpu.work(events)
+    if not len(work.rows):
+        return None
+    marks = cpu.steps(events, work)
+    first = 1 if marks.first_from_mark and len(marks) > 1 else 0
+    tally = tallied(Job.of_cpu(events, work), marks, first, _unit_scale())
+    whole = own(
+        work, np.zeros(len(work.rows), np.int8), int(work.start_ns.min()), int(work.end_ns.max())
+    )
+    span_ns = (whole.high_ns - whole.low_ns) or 1
+    share = Share(span_ns * 1e-9, whole.owned_ns[0] / span_ns, 0.0, 0.0, whole.idle_ns / span_ns)
+    sound = Soundness(
+        first, notes=["a job on a CPU: what its operators take for themselves is the work"]
+    )
+    reason = "a trace does not name its CPU, and nobody measured what it reaches"
+    return _record(trace, cpu.DEVICE, {"name": "CPU"}, marks, sound, tally, None, reason, share)
 
 
 def _nothing(trace: Trace, sifted: Sifted) -> str:
@@ -99,101 +105,6 @@ def _nothing(trace: Trace, sifted: Sifted) -> str:
         f"{trace.path}: no kernel or copy of a device is in it ({len(trace.events)} events). "
         "Record it with device activities (ProfilerActivity.CUDA)"
     )
-
-
-def _tally(events: Events, work: Launches, marks: Steps, first: int, scale: Scale) -> Tally:
-    tally = Tally()
-    kind = classes(events, work)
-    host = idle.Host(events, work)
-    groups = _groups(events, work, kind)
-    in_optimizer = _in_optimizer(events, work)
-    again = recomputed(events, work)
-    compute = (kind == Owner.COMPUTE) & (work.end_ns > work.start_ns)
-    least_ns = (
-        float(np.quantile((work.end_ns - work.start_ns)[compute], 0.01)) if compute.any() else 0.0
-    )
-    for low, high in zip(
-        marks.bounds_ns[first:-1].tolist(), marks.bounds_ns[first + 1 :].tolist(), strict=True
-    ):
-        owned = own(work, kind, low, high)
-        lines: dict[str, float] = defaultdict(float)
-        for rows in groups:
-            time_ns = float(owned.share_ns[rows].sum())
-            if time_ns <= 0:
-                continue
-            op = int(work.op[rows[0]])
-            name = events.name_of(op) if op >= 0 else "unknown"
-            names = [events.name_of(int(work.rows[row])) for row in rows]
-            inside = _inside(work, rows, low, high)
-            tally.kernel_ns += time_ns
-            tally.operators[name] += time_ns
-            tally.calls[name] += 1
-            for row, kernel in zip(rows, names, strict=True):
-                tally.kernels[name][kernel] += owned.share_ns[row]
-            if in_optimizer[rows[0]]:
-                lines["optimizer"] += time_ns
-                tally.covered_ns += time_ns
-                continue
-            if again[rows[0]]:
-                lines["recompute"] += time_ns
-                tally.covered_ns += time_ns
-                continue
-            number = int(events.operands[op]) if op >= 0 else -1
-            operands = events.all_operands[number] if number >= 0 else _NOTHING
-            if name == "unknown" and _is_memset(events, work, rows):
-                name = "aten::zero_"
-            peeled = peel(name, operands, names, time_ns, scale, least_ns, inside)
-            for line, ns in peeled.lines.items():
-                lines[line] += ns
-            tally.flops += peeled.flops
-            if peeled.covered:
-                tally.covered_ns += time_ns
-            if peeled.note:
-                tally.notes[peeled.note] += time_ns
-        lines["comm_unsplit"] += owned.owned_ns[Owner.COMMUNICATION]
-        lines["exposed_copy"] += owned.owned_ns[Owner.COPY]
-        gaps = idle.attribute(host, owned.idle)
-        for cause, ns in gaps.by_cause.items():
-            lines[f"idle_{cause}"] += ns
-        for row, ns in gaps.by_row.items():
-            tally.blocking[events.name_of(row)] += ns
-        tally.lines.append(dict(lines))
-    return tally
-
-
-def _groups(events: Events, work: Launches, kind: npt.NDArray[np.int8]) -> list[list[int]]:
-    """Returns the compute work by the call of an operator that it belongs to; replays and lost work singly."""
-    found: dict[Any, list[int]] = defaultdict(list)
-    for i in np.flatnonzero(kind == Owner.COMPUTE).tolist():
-        op = int(work.op[i])
-        found[("alone", i) if op < 0 or work.replayed[i] else op].append(i)
-    return list(found.values())
-
-
-def _inside(work: Launches, rows: list[int], low: int, high: int) -> float:
-    """Returns which share of a call's work lies in a step: one that a bound cuts has its FLOPs in both."""
-    start, end = work.start_ns[rows], work.end_ns[rows]
-    kept = np.minimum(end, high) - np.maximum(start, low)
-    return float(np.maximum(kept, 0).sum() / (end - start).sum())
-
-
-def _in_optimizer(events: Events, work: Launches) -> npt.NDArray[np.bool_]:
-    """Which work was launched inside an optimizer's step."""
-    inside = np.zeros(len(work.rows), bool)
-    for row in optimizer_calls(events).tolist():
-        lane = events.lane[np.maximum(work.runtime, 0)]
-        low, high = int(events.start_ns[row]), int(events.start_ns[row] + events.duration_ns[row])
-        inside |= (
-            (work.runtime >= 0)
-            & (lane == events.lane[row])
-            & (work.launched_ns >= low)
-            & (work.launched_ns < high)
-        )
-    return inside
-
-
-def _is_memset(events: Events, work: Launches, rows: list[int]) -> bool:
-    return all(events.kind[int(work.rows[row])] != Kind.KERNEL for row in rows)
 
 
 def _unit_scale() -> Scale:
@@ -210,6 +121,7 @@ def _record(
     tally: Tally,
     scale: Scale | None,
     reason: str,
+    share: Share,
 ) -> LedgerRecord:
     each = np.diff(marks.bounds_ns[sound.first :]).astype(float) * 1e-9
     n = len(each)
@@ -254,7 +166,7 @@ def _record(
         families=dict(families),
         busy_frac=busy / step_s if step_s else 0.0,
         busy_most_frac=most,
-        partition=_share(trace, device),
+        partition=share,
         operators=_spent(tally.operators, tally.calls, tally.kernels, n, step_s),
         blocking=_spent(tally.blocking, {}, {}, n, step_s),
         residual_frac=None,
@@ -379,8 +291,7 @@ def _spent(
     ]
 
 
-def _share(trace: Trace, device: int) -> Share:
-    part = partition(trace.events, device)
+def _share(part: Partition) -> Share:
     span = part.span_ns or 1
     return Share(
         span_s=part.span_ns * 1e-9,

@@ -71,26 +71,35 @@ class Replay:
         return latency, gap
 
     def step_ns(self, change: Change = AS_IT_WAS) -> float:
-        """Returns the mean step with something removed, over the steps whose begin the trace shows."""
-        ends = self.play(change)
+        """Returns the mean step with something removed, over the steps whose begin the trace shows.
+
+        It is never below what the host needs to issue a step: how far it ran ahead in the trace does not last.
+        """
+        ends, host_frac = self.play(change)
         bounds = [self._bound(float(bound), ends) for bound in self.marks.bounds_ns.tolist()]
         first = 1 if self.marks.first_from_mark and len(bounds) > 2 else 0
-        return (bounds[-1] - bounds[first]) / (len(bounds) - 1 - first)
+        device_ns = (bounds[-1] - bounds[first]) / (len(bounds) - 1 - first)
+        if change is AS_IT_WAS:
+            return device_ns
+        issue_ns = float(np.diff(self.marks.host_ns[first:]).mean()) * host_frac
+        return max(device_ns, issue_ns)
 
     def _bound(self, bound: float, ends: npt.NDArray[np.float64]) -> float:
         """Returns where a step's end has moved to: it is the end of a piece of work."""
         at = np.flatnonzero(self.work.end_ns == bound)
         return float(ends[at].max()) if len(at) else bound
 
-    def play(self, change: Change) -> npt.NDArray[np.float64]:
-        """Returns when each piece of work ends, shape (n,)."""
+    def play(self, change: Change) -> tuple[npt.NDArray[np.float64], float]:
+        """Returns when each piece of work ends, shape (n,), and which share of its time the host did not wait."""
         work, n = self.work, len(self.work.rows)
         ends = np.zeros(n)
         free: dict[int, float] = {}
         clock = float(self.items[0].start_ns) if self.items else 0.0
         before = self.items[0].start_ns if self.items else 0
+        waited, first = 0.0, before
         for item in self.items:
             clock += max(0, item.start_ns - before)
+            entered = clock
             took = item.end_ns - item.start_ns
             new = change.item_ns(item)
             if item.kind == LAUNCH:
@@ -103,7 +112,7 @@ class Replay:
                     length = int(work.end_ns[k] - work.start_ns[k])
                     ends[k] = start + change.work_ns(k, length)
                     free[stream] = max(ends[k], free.get(stream, float("-inf")))
-                clock += took
+                clock += took if new is None else new
             elif new is not None:
                 clock += new
             elif item.awaited >= 0:
@@ -111,8 +120,12 @@ class Replay:
                 clock = max(clock, ends[item.awaited]) + after
             else:
                 clock += took
+            if item.kind != LAUNCH:
+                waited += took if new is not None or item.awaited >= 0 else 0
+                waited -= clock - entered if new is not None else 0.0
             before = max(before, item.end_ns)
-        return ends
+        span = before - first
+        return ends, (span - waited) / span if span > 0 else 1.0
 
 
 def without(kind: str, left_ns: int = 0) -> Change:

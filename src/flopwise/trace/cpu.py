@@ -1,0 +1,135 @@
+"""A job on a CPU: its operators are the work, and the threads that run them are the device.
+
+An operator's own time is its range without the operators that it calls. It counts as work where the operator has a formula and
+none that it calls has one, or where it calls none but views; what is left is dispatch and Python.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from flopwise.flops.table import RULES
+from flopwise.flops.zero import is_view
+from flopwise.trace import intervals
+from flopwise.trace.idle import INPUT, LAUNCH, IdleTime, loads_batch
+from flopwise.trace.intervals import Spans
+from flopwise.trace.kinds import Kind
+from flopwise.trace.launches import Launches
+from flopwise.trace.nesting import Nesting, nest
+from flopwise.trace.steps import Steps, marks, optimizer_calls
+from flopwise.trace.table import ABSENT, Events, Mask
+
+DEVICE = -1  # stands for the CPU where a device is numbered
+
+
+def work(events: Events) -> Launches:
+    """Returns the pieces of time that operators had to themselves; `rows` and `op` are the operators' rows."""
+    host = nest(events, events.of(Kind.OP, Kind.ANNOTATION))
+    chosen = _works(events, host)
+    rows, start, end = _own_time(host, chosen)
+    keep = end > start
+    rows, start, end = rows[keep], start[keep], end[keep]
+    order = np.lexsort((end, start))
+    rows, start, end = rows[order], start[order], end[order]
+    return Launches(
+        device=DEVICE,
+        rows=rows,
+        start_ns=start,
+        end_ns=end,
+        runtime=np.full(len(rows), ABSENT, np.int64),
+        launched_ns=start,
+        op=rows,
+        replayed=np.zeros(len(rows), bool),
+    )
+
+
+def steps(events: Events, pieces: Launches) -> Steps:
+    """Returns the steps of a CPU trace: they end where the optimizer returns."""
+    calls = optimizer_calls(events)
+    marked, numbers = marks(events)
+    if len(marked):
+        bounds, by = [int(events.start_ns[marked[0]])], "optimizer"
+        for low, high in zip(
+            events.start_ns[marked].tolist(), events.end_ns[marked].tolist(), strict=True
+        ):
+            inside = calls[(events.start_ns[calls] >= low) & (events.start_ns[calls] < high)]
+            if not len(inside):
+                by = "profiler marks"
+            end = int(events.end_ns[inside].max()) if len(inside) else int(high)
+            bounds.append(max(end, bounds[-1]))
+        edges = np.asarray(bounds, np.int64)
+        return Steps(edges, edges, by, first_from_mark=True, numbers=numbers)
+    last = events.name_of(int(calls[-1])) if len(calls) else ""
+    ends = [int(events.end_ns[row]) for row in calls if events.name_of(int(row)) == last]
+    if len(ends) >= 2:
+        edges = np.asarray(ends, np.int64)
+        return Steps(edges, edges, "optimizer", first_from_mark=False)
+    edges = np.asarray([pieces.start_ns.min(), pieces.end_ns.max()], np.int64)
+    return Steps(edges, edges, "whole trace", first_from_mark=True)
+
+
+def attribute(events: Events, gaps: Spans) -> IdleTime:
+    """Returns why no operator worked: a batch was fetched, or Python and dispatch ran."""
+    out = IdleTime()
+    loading = np.flatnonzero(events.names_where(loads_batch) & events.of(Kind.OP, Kind.ANNOTATION))
+    left = gaps
+    for row in loading.tolist():
+        low = int(events.start_ns[row])
+        inside = intervals.clip(left, low, low + int(events.duration_ns[row]))
+        if inside:
+            out.add(INPUT, inside.total_ns, row)
+            left = intervals.subtract(left, inside)
+    out.add(LAUNCH, left.total_ns)
+    return out
+
+
+def _works(events: Events, host: Nesting) -> Mask:
+    """Returns which nested events do work themselves, shape of `host.rows`."""
+    names = [events.name_of(int(row)) for row in host.rows]
+    n = len(names)
+    has_rule = np.fromiter((name in RULES for name in names), bool, n)
+    views = np.fromiter((is_view(name) for name in names), bool, n)
+    operators = events.kind[host.rows] == Kind.OP
+    plain = np.fromiter((name.partition("::")[0] not in _GLUE for name in names), bool, n)
+    rule_below, calls_others, in_loader = (np.zeros(n, bool) for _ in range(3))
+    loads = np.fromiter((loads_batch(name) for name in names), bool, n)
+    parent = host.parent.tolist()
+    for i in range(n):  # from the outside inwards
+        in_loader[i] = loads[i] or (parent[i] >= 0 and in_loader[parent[i]])
+    for i in range(n - 1, -1, -1):  # from the inside outwards
+        above = parent[i]
+        if above >= 0:
+            rule_below[above] |= has_rule[i] or rule_below[i]
+            calls_others[above] |= operators[i] and not views[i]
+    leaf = np.where(has_rule, ~rule_below, ~calls_others)
+    chosen: Mask = operators & plain & ~views & leaf & ~in_loader
+    return chosen
+
+
+#: Ranges that only hold operators: the nodes of autograd's engine, compiled regions.
+_GLUE = frozenset(("autograd", "torch", "CompiledFunction", "Torch-Compiled Region"))
+
+
+def _own_time(
+    host: Nesting, chosen: Mask
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns rows, starts and ends of the pieces of the chosen events that none of their children covers."""
+    children: dict[int, list[int]] = {}
+    for i, above in enumerate(host.parent.tolist()):
+        if above >= 0 and chosen[above]:
+            children.setdefault(above, []).append(i)
+    rows: list[int] = []
+    start: list[int] = []
+    end: list[int] = []
+    for i in np.flatnonzero(chosen).tolist():
+        at = int(host.start_ns[i])
+        for child in children.get(i, ()):
+            rows.append(int(host.rows[i]))
+            start.append(at)
+            end.append(int(host.start_ns[child]))
+            at = max(at, int(host.end_ns[child]))
+        rows.append(int(host.rows[i]))
+        start.append(at)
+        end.append(int(host.end_ns[i]))
+    return np.asarray(rows, np.int64), np.asarray(start, np.int64), np.asarray(end, np.int64)
