@@ -37,7 +37,7 @@ def schemas() -> dict[str, list[str]]:
         if schema.name in RULES and (schema.name not in found or not schema.overload_name):
             found[schema.name] = [argument.name for argument in schema.arguments]
     for name, arguments in ELSEWHERE.items():
-        found.setdefault(name, arguments.split())
+        found[name] = arguments.split()  # whatever stands in for the package here
     return dict(sorted(found.items()))
 
 
