@@ -343,6 +343,21 @@ def test_tokens_and_real_tokens_are_counted_where_they_are_visible(measure: Any)
     assert (row.samples, row.tokens, row.real_tokens) == (4, 40, 28)
 
 
+def test_tokens_are_those_that_the_model_was_given(measure: Any) -> None:
+    data = list(torch.randint(1, 50, (40, 9)))
+    net = Words()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+
+    def train() -> None:
+        for batch in DataLoader(data, batch_size=4):  # type: ignore[arg-type]
+            optimizer.zero_grad()
+            F.cross_entropy(net(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).backward()
+            optimizer.step()
+
+    row = measure(train).record.rows[-1]
+    assert (row.samples, row.tokens) == (4, 32)
+
+
 def test_time_first_models_have_samples_in_the_second_dimension(measure: Any) -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:

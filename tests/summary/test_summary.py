@@ -74,6 +74,13 @@ def test_skipped_steps_are_time_and_no_flops(make_rank: MakeRank) -> None:
     assert any("5 of 20 timed steps were skipped" in note for note in record.notes)
 
 
+def test_where_all_steps_were_skipped_that_is_the_reason(make_rank: MakeRank) -> None:
+    rank = make_rank()
+    record = summarise(replace(rank, rows=[replace(row, skipped=True) for row in rank.rows]))
+    assert record.mfu.value is None
+    assert str(record.mfu.reason).startswith("the GradScaler skipped all timed steps")
+
+
 def test_steps_that_were_only_counted_take_part_in_time_and_work(make_rank: MakeRank) -> None:
     rank = make_rank()
     brief = StepRow(20_000_000, 20_000_000, "timed", sampled=False)

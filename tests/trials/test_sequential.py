@@ -35,7 +35,7 @@ def test_the_game_is_fair_whatever_the_sizes(sizes: list[float]) -> None:
     assert math.fsum(wealth) / len(wealth) == pytest.approx(1.0)
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(1e-4, 0.5), min_size=10, max_size=10))
 def test_false_faster_over_all_looks_is_at_most_half_of_alpha_exactly(sizes: list[float]) -> None:
     faster = 0

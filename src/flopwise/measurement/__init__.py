@@ -154,9 +154,7 @@ class Measurement:
             width=seen.width,
             color=seen.color,
             ascii_only=seen.ascii_only,
-            next_command=f"flopwise tune {shlex.join(self.job.typed)}"
-            if record.plan is None
-            else None,
+            next_command=self._next_command(record),
             saved=[short(self.folder / "run.json")] if (self.folder / "run.json").exists() else [],
         )
         say(text.removesuffix("\n"))
@@ -210,6 +208,12 @@ class Measurement:
             store.write(self.folder / "run.json", record)
             self.report(record)
             self._printed = record
+
+    def _next_command(self, record: RunRecord) -> str | None:
+        """Returns what to try next; a plan was tried already, and tune works on one process."""
+        if record.plan is not None or any(rank.world_size > 1 for rank in self.ranks()):
+            return None
+        return f"flopwise tune {shlex.join(self.job.typed)}"
 
     def _is_complete(self) -> bool:
         from flopwise import summary

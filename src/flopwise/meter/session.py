@@ -547,7 +547,8 @@ class Session:
             pause_ns=interval.pause_ns,
             micro_batches=interval.backwards,
             samples=interval.loader_samples or (interval.root_samples if once else 0) or None,
-            tokens=interval.loader_tokens or (interval.root_tokens if once else 0) or None,
+            # What the model was given, where it was given ids: a script may cut the batch, as into x[:, :-1] and x[:, 1:].
+            tokens=(interval.root_tokens if once else 0) or interval.loader_tokens or None,
             real_tokens=(interval.real_tokens or None) if interval.real_known else None,
             shape=interval.shape(),
             data_dry=interval.data_dry,

@@ -145,6 +145,11 @@ def _rank_work(rank: RankRecord, rows: Sequence[StepRow]) -> _Work:
     # With one shape every step did this work, the ones that were only counted, too.
     spans = every if n == len(rows) else [row for row, _ in pairs]
     unskipped = 1 - statistics.fmean(row.skipped for row in spans)
+    if not unskipped:
+        why = (
+            "the GradScaler skipped all timed steps (gradients that are not finite): no work counts"
+        )
+        return _Work({}, {}, {}, 0.0, why)
 
     def total(name: str) -> dict[str, float]:
         summed: dict[str, float] = {}
