@@ -18,13 +18,13 @@ from flopwise.trace.kinds import Kind
 from flopwise.trace.launches import Launches
 from flopwise.trace.nesting import Nesting, nest
 from flopwise.trace.steps import Steps, marks, optimizer_calls
-from flopwise.trace.table import ABSENT, Events, Mask
+from flopwise.trace.table import Events, Mask
 
 DEVICE = -1  # stands for the CPU where a device is numbered
 
 
 def work(events: Events) -> Launches:
-    """Returns the pieces of time that operators had to themselves; `rows` and `op` are the operators' rows."""
+    """Returns the pieces of time that operators had to themselves; `rows`, `runtime` and `op` are the operators' rows."""
     host = nest(events, events.of(Kind.OP, Kind.ANNOTATION))
     chosen = _works(events, host)
     rows, start, end = _own_time(host, chosen)
@@ -37,7 +37,7 @@ def work(events: Events) -> Launches:
         rows=rows,
         start_ns=start,
         end_ns=end,
-        runtime=np.full(len(rows), ABSENT, np.int64),
+        runtime=rows,  # an operator is its own call
         launched_ns=start,
         op=rows,
         replayed=np.zeros(len(rows), bool),

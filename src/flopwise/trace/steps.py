@@ -100,7 +100,7 @@ def _by_marks(
     by = "optimizer"
     for low, high in zip(start.tolist(), end.tolist(), strict=True):
         inside = calls[(events.start_ns[calls] >= low) & (events.start_ns[calls] < high)]
-        launched = _launched_in(events, work, inside)
+        launched = launched_in(events, work, inside)
         if not launched.any():
             by = "profiler marks"
             launched = (work.launched_ns >= low) & (work.launched_ns < high)
@@ -118,7 +118,7 @@ def _by_optimizer(events: Events, work: Launches, calls: npt.NDArray[np.int64]) 
     for row, name in zip(calls.tolist(), names, strict=True):
         if name != last:
             continue
-        launched = _launched_in(events, work, np.asarray([row]))
+        launched = launched_in(events, work, np.asarray([row]))
         if launched.any():
             ends.append(int(work.end_ns[launched].max()))
             host.append(int(events.end_ns[row]))
@@ -128,14 +128,15 @@ def _by_optimizer(events: Events, work: Launches, calls: npt.NDArray[np.int64]) 
     return Steps(bounds, np.asarray(host, np.int64), "optimizer", first_from_mark=False)
 
 
-def _launched_in(
+def launched_in(
     events: Events, work: Launches, ranges: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.bool_]:
     """Returns which work was launched within host ranges, on their threads."""
     inside = np.zeros(len(work.rows), bool)
+    lane = events.lane[np.maximum(work.runtime, 0)]
     for row in ranges.tolist():
-        low, high = int(events.start_ns[row]), int(events.end_ns[row])
-        lane = events.lane[np.maximum(work.runtime, 0)]
+        low = int(events.start_ns[row])
+        high = low + int(events.duration_ns[row])
         here = (work.runtime >= 0) & (lane == events.lane[row])
         inside |= here & (work.launched_ns >= low) & (work.launched_ns < high)
     return inside

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flopwise.diagnosis.ledger.replay import INPUT, SYNC, Change, Replay, without
-from flopwise.trace.idle import Host
+from flopwise.diagnosis.ledger.replay import Change, Replay, without
+from flopwise.trace.idle import INPUT, SYNC, Host
 from flopwise.trace.launches import launches
 from flopwise.trace.steps import steps
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flopwise.diagnosis.ledger.replay import INPUT, LAUNCH, SYNC, Change, Item, Replay, without
+from flopwise.diagnosis.ledger.replay import LAUNCH, Change, Item, Replay, without
 from flopwise.diagnosis.ledger.tally import Job, Tally
 from flopwise.diagnosis.ledger.where import Places
 from flopwise.records.finding import Finding
 from flopwise.records.ledger import Line
-from flopwise.trace.idle import LATENCY_NS, Host, blocks, loads_batch
+from flopwise.trace.idle import INPUT, LATENCY_NS, SYNC, Host, blocks, loads_batch
 from flopwise.trace.ownership import Owner
 
 #: A replay that does not reproduce the recorded steps this well predicts nothing.

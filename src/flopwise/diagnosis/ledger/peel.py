@@ -15,7 +15,7 @@ An operator without FLOPs has the time that its bytes need (`memory_bound`) and 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flopwise.diagnosis.ledger.scale import Scale, runs_on_tf32
 from flopwise.flops.call import Call, Cost
@@ -40,7 +40,6 @@ class Peeled:
     flops: float = 0.0  # needed, attention counted full
     covered: bool = True  # it has a formula, or is known to have no FLOPs
     note: str | None = None
-    bytes_known: bool = field(default=True)
     in_16_bit_ns: float | None = None  # what a product of a wider dtype would take in 16 bit
 
 
@@ -131,7 +130,7 @@ def _memory(
 ) -> Peeled:
     needed = _transfer_ns(moved, scale)
     if needed is None:
-        return Peeled({"memory_unsplit": time_ns}, bytes_known=False)
+        return Peeled({"memory_unsplit": time_ns})
     floor = min(time_ns, part * max(needed, least_ns))
     return Peeled({"memory_bound": floor, "memory_excess": time_ns - floor})
 

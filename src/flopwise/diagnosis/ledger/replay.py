@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flopwise.trace.idle import INPUT, SYNC, Blocked, Host
+from flopwise.trace.idle import SYNC, Blocked, Host
 from flopwise.trace.launches import Launches
 from flopwise.trace.steps import Steps
 from flopwise.trace.table import Events
@@ -140,22 +140,19 @@ def without(kind: str, left_ns: int = 0) -> Change:
 def _items(events: Events, work: Launches, host: Host) -> list[Item]:
     """Returns the launches and the waits of the driving threads by their start, none inside another."""
     by_call: dict[int, list[int]] = {}
-    loose: list[Item] = []
+    items: list[Item] = []
     for k, call in enumerate(work.runtime.tolist()):
         if call >= 0:
             by_call.setdefault(call, []).append(k)
         else:
             at = int(work.launched_ns[k])
-            loose.append(Item(at, at, LAUNCH, (k,)))
-    blocking = {one.row: one.cause for one in host.blocked}
-    items = loose
+            items.append(Item(at, at, LAUNCH, (k,)))
+    blocking = {one.row for one in host.blocked}
     for call, ks in by_call.items():
         start = int(events.start_ns[call])
-        end = start + int(events.duration_ns[call])
-        if call in blocking:  # a blocking copy: it launches, then it waits
-            items.append(Item(start, start, LAUNCH, tuple(ks)))
-        else:
-            items.append(Item(start, end, LAUNCH, tuple(ks)))
+        # A blocking copy launches, then it waits.
+        took = 0 if call in blocking else int(events.duration_ns[call])
+        items.append(Item(start, start + took, LAUNCH, tuple(ks)))
     items += [
         Item(one.start_ns, one.end_ns, one.cause, awaited=_awaited(work, one))
         for one in host.blocked
@@ -174,6 +171,3 @@ def _awaited(work: Launches, one: Blocked) -> int:
     )
     found = np.flatnonzero(during)
     return int(found[np.argmax(work.end_ns[found])]) if len(found) else -1
-
-
-__all__ = ["AS_IT_WAS", "INPUT", "LAUNCH", "SYNC", "Change", "Item", "Replay", "without"]

@@ -18,7 +18,7 @@ from flopwise.trace.intervals import Spans
 from flopwise.trace.kinds import Kind
 from flopwise.trace.launches import Launches
 from flopwise.trace.ownership import Owner, Ownership, classes, own
-from flopwise.trace.steps import Steps, optimizer_calls
+from flopwise.trace.steps import Steps, launched_in, optimizer_calls
 from flopwise.trace.table import Events, Operands
 
 _NOTHING = Operands()
@@ -65,7 +65,7 @@ class Job:
             work,
             classes(events, work),
             lambda gaps: idle.attribute(host, gaps),
-            _in_optimizer(events, work),
+            launched_in(events, work, optimizer_calls(events)),
             recomputed(events, work),
         )
 
@@ -77,7 +77,7 @@ class Job:
             work,
             np.full(len(work.rows), Owner.COMPUTE, np.int8),
             lambda gaps: cpu.attribute(events, gaps),
-            _called_in_optimizer(events, work),
+            launched_in(events, work, optimizer_calls(events)),
             recomputed(events, work),
         )
 
@@ -180,31 +180,6 @@ def _inside(work: Launches, rows: list[int], low: int, high: int) -> float:
     start, end = work.start_ns[rows], work.end_ns[rows]
     kept = np.minimum(end, high) - np.maximum(start, low)
     return float(np.maximum(kept, 0).sum() / (end - start).sum())
-
-
-def _in_optimizer(events: Events, work: Launches) -> npt.NDArray[np.bool_]:
-    """Which work was launched inside an optimizer's step."""
-    inside = np.zeros(len(work.rows), bool)
-    for row in optimizer_calls(events).tolist():
-        lane = events.lane[np.maximum(work.runtime, 0)]
-        low, high = int(events.start_ns[row]), int(events.start_ns[row] + events.duration_ns[row])
-        inside |= (
-            (work.runtime >= 0)
-            & (lane == events.lane[row])
-            & (work.launched_ns >= low)
-            & (work.launched_ns < high)
-        )
-    return inside
-
-
-def _called_in_optimizer(events: Events, work: Launches) -> npt.NDArray[np.bool_]:
-    """Which operators ran inside an optimizer's step, on its thread."""
-    inside = np.zeros(len(work.rows), bool)
-    for row in optimizer_calls(events).tolist():
-        low, high = int(events.start_ns[row]), int(events.start_ns[row] + events.duration_ns[row])
-        here = events.lane[work.rows] == events.lane[row]
-        inside |= here & (work.start_ns >= low) & (work.start_ns < high)
-    return inside
 
 
 def _is_memset(events: Events, work: Launches, rows: list[int]) -> bool:
