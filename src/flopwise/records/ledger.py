@@ -41,6 +41,7 @@ class Line:
     s: float  # seconds a step; negative where something was faster than its floor
     ci95: tuple[float, float]  # of the mean over steps
     share_frac: float  # of the step
+    mfu_points: float = 0.0  # the same in points: all lines sum to 100
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,84 @@ class Share:
 
 
 @dataclass(frozen=True)
+class Profiled:
+    """One profiled window of a live run."""
+
+    kind: str  # "light" (device activities) | "heavy" (operators and shapes) | "stacks" (Python, too)
+    steps: int
+    step_s: float | None  # mean on the device; None: it could not be read
+    cost_s: float  # what starting it, ending it and writing it added to the run, once
+
+
+@dataclass(frozen=True)
+class Live:
+    """What only a live run has beside its windows: steps that nothing disturbed."""
+
+    step_s: float  # T: mean of the undisturbed steps
+    step_s_ci95: tuple[float, float] | None
+    steps: int
+    windows: list[Profiled]
+    idle_from: str  # where the time of idle comes from, in words
+    after_step_s: float | None  # mean of the steps after the windows; None: the script ended first
+    after_frac: float | None  # after / before - 1
+    after_ci95: tuple[float, float] | None  # of after_frac
+    torn_down: str | None  # whether the profiler left the process, in words
+
+
+@dataclass(frozen=True)
+class Dip:
+    """A stretch of the step in which the device was idle in most steps."""
+
+    start_frac: float  # of the step, from its begin
+    end_frac: float
+    depth_frac: float  # how idle it was there, mean over steps
+    share_frac: float  # of the step that is lost there
+    cause: str  # "input" | "sync" | "launch" | "device" | "other": what most of it is
+    where: list[str]  # "file:line" where known
+
+
+@dataclass(frozen=True)
+class Heat:
+    """Device use within the step and over steps. Each bin is a share 0..1 of its length."""
+
+    bins: int
+    step_s: list[float]  # of each step shown, shape (steps,)
+    busy: list[list[float]]  # shape (steps, bins)
+    mean: dict[str, list[float]]  # by owner or cause of idle, mean over steps, shape (bins,)
+    dips: list[Dip]  # the costliest first
+
+
+@dataclass(frozen=True)
+class Hot:
+    """One kernel, by what bounds it."""
+
+    kernel: str
+    operator: str
+    s: float  # seconds a step
+    share_frac: float
+    calls: float  # a step
+    bound: str  # "compute" | "memory" | "latency" | "communication" | "copy" | "not known"
+    of_bound_frac: float | None  # how much of the binding rate it reaches; None: not known
+    intensity: float | None  # FLOPs a byte
+    flops_per_s: float | None
+    bytes_per_s: float | None
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """How much of its memory's bandwidth a device used."""
+
+    bytes_per_step: float  # unique operand bytes of all kernels whose shapes are known
+    known_frac: float  # of kernel time whose bytes are known
+    used_frac: float | None  # bytes over step time and peak bandwidth
+    while_busy_frac: float | None  # the same over the time of these kernels
+    peak_bytes_per_s: float | None
+    copies: list[Spent] = field(default_factory=list)  # host copies by kind; `kernels`: their rates
+
+
+@dataclass(frozen=True)
 class LedgerRecord:
-    """The ledger of one device of one trace."""
+    """The ledger of one device of one trace, or of one rank of a live run."""
 
     schema: str
     flopwise: str
@@ -102,3 +179,7 @@ class LedgerRecord:
     notes: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)  # the largest share first
     busy_most_frac: float | None = None  # with the unusable kernels as long as their usable twins
+    live: Live | None = None  # None: a trace that was recorded elsewhere
+    heat: Heat | None = None
+    hot: list[Hot] = field(default_factory=list)  # kernels, the longest first
+    bandwidth: Bandwidth | None = None

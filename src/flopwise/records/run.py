@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from flopwise.records.finding import Finding
+from flopwise.records.ledger import LedgerRecord
 
 SCHEMA = "flopwise.run/1"
 
@@ -248,3 +249,5 @@ class RunRecord:
     plan: str | None = None  # the plan that was applied
     losses: list[float] = field(default_factory=list)  # first losses at backward, as they were
     findings: list[Finding] = field(default_factory=list)  # most urgent first
+    ledger: LedgerRecord | None = None  # of the first rank; None with a reason
+    ledger_reason: str | None = None  # why there is no ledger
