@@ -109,7 +109,9 @@ h2{margin-top:30px}
 .lines td.bar svg{height:9px}
 .lines td.err{display:none}
 .lines tr.sum td{border:0}
-.kernel{max-width:none;min-width:170px}
+th,td{padding-right:6px}
+.kernel{max-width:none;min-width:130px}
+.badge{padding:0 5px;font-size:11px}
 dl{grid-template-columns:1fr}
 dt{margin-top:6px}
 }
