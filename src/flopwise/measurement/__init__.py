@@ -222,7 +222,7 @@ class Measurement:
         if not ranks:
             return False
         ranks = summary.one_per_rank(ranks)
-        return len(ranks) >= ranks[0].world_size and all(r.status == "complete" for r in ranks)
+        return len(ranks) >= ranks[0].world_size and all(map(_is_done, ranks))
 
     def _summarise(self, *, final: bool) -> RunRecord:
         from flopwise import summary
@@ -294,6 +294,12 @@ class Measurement:
     def _attached(self) -> int:
         """Returns in how many processes torch was imported and the meter attached."""
         return len(list(self.folder.glob("attached-*")))
+
+
+def _is_done(rank: RankRecord) -> bool:
+    """Returns whether a rank has nothing more to add."""
+    pending = rank.profile is not None and rank.profile.state == "pending"
+    return rank.status == "complete" and not pending
 
 
 def _no_step(attached: int, ending: str | None) -> str:
