@@ -13,7 +13,9 @@ import numpy as np
 
 from flopwise._version import __version__
 from flopwise.diagnosis.ledger.findings import Scene, findings
+from flopwise.diagnosis.ledger.heat import heat
 from flopwise.diagnosis.ledger.replay import Replay
+from flopwise.diagnosis.ledger.roofline import roofline
 from flopwise.diagnosis.ledger.scale import Scale, scale_of
 from flopwise.diagnosis.ledger.soundness import Soundness, judge
 from flopwise.diagnosis.ledger.tally import Job, Tally, Times, tallied
@@ -73,7 +75,9 @@ def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
     record = _record(trace, device, properties, marks, sound, tally, scale, reason, share)
     lines = {line.name: line for line in record.lines}
     scene = Scene(job, tally, host, Replay(events, work, host, marks), lines, record.step_s)
-    return dataclasses.replace(record, findings=findings(scene))
+    return _with_pictures(
+        dataclasses.replace(record, findings=findings(scene)), job, marks, sound.first, scale
+    )
 
 
 def _of_cpu(trace: Trace) -> LedgerRecord | None:
@@ -84,7 +88,8 @@ def _of_cpu(trace: Trace) -> LedgerRecord | None:
         return None
     marks = cpu.steps(events, work)
     first = 1 if marks.first_from_mark and len(marks) > 1 else 0
-    tally = tallied(Job.of_cpu(events, work), marks, first, _unit_scale())
+    job = Job.of_cpu(events, work)
+    tally = tallied(job, marks, first, _unit_scale())
     whole = own(
         work, np.zeros(len(work.rows), np.int8), int(work.start_ns.min()), int(work.end_ns.max())
     )
@@ -94,7 +99,16 @@ def _of_cpu(trace: Trace) -> LedgerRecord | None:
         first, notes=["a job on a CPU: what its operators take for themselves is the work"]
     )
     reason = "a trace does not name its CPU, and nobody measured what it reaches"
-    return _record(trace, cpu.DEVICE, {"name": "CPU"}, marks, sound, tally, None, reason, share)
+    record = _record(trace, cpu.DEVICE, {"name": "CPU"}, marks, sound, tally, None, reason, share)
+    return _with_pictures(record, job, marks, first, None)
+
+
+def _with_pictures(
+    record: LedgerRecord, job: Job, marks: Steps, first: int, scale: Scale | None
+) -> LedgerRecord:
+    """Returns the record with the heat map, the longest kernels and the use of the memory's bandwidth."""
+    hot, bandwidth = roofline(job, marks, first, scale)
+    return dataclasses.replace(record, heat=heat(job, marks, first), hot=hot, bandwidth=bandwidth)
 
 
 def _nothing(trace: Trace, sifted: Sifted) -> str:
