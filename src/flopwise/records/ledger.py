@@ -74,7 +74,9 @@ class Share:
 class Profiled:
     """One profiled window of a live run."""
 
-    kind: str  # "light" (device activities) | "heavy" (operators and shapes) | "stacks" (Python, too)
+    kind: (
+        str  # "light" (device activities) | "heavy" (operators and shapes) | "stacks" (Python, too)
+    )
     steps: int
     step_s: float | None  # mean on the device; None: it could not be read
     cost_s: float  # what starting it, ending it and writing it added to the run, once

@@ -279,7 +279,8 @@ class _Step:
             self.tally.optimizer_unknown_ns += time_ns
         else:
             self.tally.optimizer_known_ns += time_ns
-            self.tally.optimizer_floor_ns += min(time_ns, inside * 1e9 * moved / rate)
+            floor_ns = inside * max(1e9 * moved / rate, self.known.least_ns)
+            self.tally.optimizer_floor_ns += min(time_ns, floor_ns)
 
     def _of_tokens(self, name: str, operands: Operands) -> bool:
         """Whether an operator's work grows with the number of tokens: every product, and what has them among its sizes."""
@@ -302,12 +303,10 @@ def _remark(tally: Tally, n: int, padding_frac: float | None) -> None:
         ] = None
     known, unknown = tally.optimizer_known_ns, tally.optimizer_unknown_ns
     if known and n:
-        share_of = (
-            f" of {known / (known + unknown):.0%} of it, the rest shows no sizes" if unknown else ""
-        )
+        rest = f", and nothing is known of {unknown * 1e-6 / n:.3g} ms more" if unknown else ""
         tally.remarks[
-            f"optimizer: its bytes need {tally.optimizer_floor_ns * 1e-6 / n:.3g} ms a step at full bandwidth, "
-            f"of {known * 1e-6 / n:.3g} ms{share_of}"
+            f"optimizer: of {known * 1e-6 / n:.3g} ms a step its bytes need {tally.optimizer_floor_ns * 1e-6 / n:.3g} ms at full "
+            f"bandwidth{rest}"
         ] = None
 
 
