@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flopwise._version import __version__
+from flopwise.diagnosis.ledger.counted import Counted
 from flopwise.diagnosis.ledger.findings import Scene, findings
 from flopwise.diagnosis.ledger.heat import heat
 from flopwise.diagnosis.ledger.replay import Replay
@@ -20,6 +21,8 @@ from flopwise.diagnosis.ledger.scale import Scale, scale_of
 from flopwise.diagnosis.ledger.soundness import Soundness, judge
 from flopwise.diagnosis.ledger.tally import Job, Tally, Times, tallied
 from flopwise.errors import FlopwiseError
+from flopwise.hardware.accelerators import Peak
+from flopwise.records.ceilings import CeilingsRecord
 from flopwise.records.ledger import FAMILIES, SCHEMA, LedgerRecord, Line, Share, Spent
 from flopwise.trace import cpu
 from flopwise.trace.chrome import Trace
@@ -42,8 +45,26 @@ class LedgerError(FlopwiseError):
     """A trace has nothing that a ledger could be made of."""
 
 
-def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
+def ledger(
+    trace: Trace,
+    device: int | None = None,
+    *,
+    counted: Counted | None = None,
+    padding_frac: float | None = None,
+    ceilings: CeilingsRecord | None = None,
+    sm_mhz: float | None = None,
+    peak: Peak | None = None,
+) -> LedgerRecord:
     """Returns the ledger of a device of a trace, the busiest one where none is named.
+
+    Args:
+        trace: of one process.
+        device: its number in the trace.
+        counted: the FLOPs of one step, as a live run counted them.
+        padding_frac: of the tokens, as a live run knows it.
+        ceilings: what this device was measured to reach.
+        sm_mhz: its mean SM clock while the steps ran.
+        peak: one that the user gave, instead of the table's.
 
     Raises:
         LedgerError: no work of the device is in the trace.
@@ -52,7 +73,7 @@ def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
     events = sifted.events
     found = devices(events)
     if not found and not sifted.work and device is None:
-        record = _of_cpu(trace)
+        record = _of_cpu(trace, peak)
         if record is not None:
             return record
     if not found:
@@ -61,7 +82,13 @@ def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
     if device not in found:
         raise LedgerError(f"{trace.path}: no work of device {device}; there is {found}")
     properties = _properties(trace, device)
-    scale, reason = scale_of(properties.get("name"), properties.get("totalGlobalMem"))
+    scale, reason = scale_of(
+        properties.get("name"),
+        properties.get("totalGlobalMem"),
+        ceilings=ceilings,
+        sm_mhz=sm_mhz,
+        peak=peak,
+    )
     work = launches(events, device)
     marks = steps(events, work)
     if trace.damage.ends_early:
@@ -69,7 +96,7 @@ def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
     sound = judge(trace.events, sifted, work, marks)
     host = Host(events, work)
     job = Job.of_device(events, work, host)
-    tally = tallied(job, marks, sound.first, scale or _unit_scale())
+    tally = tallied(job, marks, sound.first, scale or _unit_scale(), counted, padding_frac)
     trace = dataclasses.replace(trace, events=events)
     share = _share(partition(events, device))
     record = _record(trace, device, properties, marks, sound, tally, scale, reason, share)
@@ -80,7 +107,7 @@ def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
     )
 
 
-def _of_cpu(trace: Trace) -> LedgerRecord | None:
+def _of_cpu(trace: Trace, peak: Peak | None) -> LedgerRecord | None:
     """Returns the ledger of a job on a CPU; None where no operator is in the trace."""
     events = trace.events
     work = cpu.work(events)
@@ -89,7 +116,8 @@ def _of_cpu(trace: Trace) -> LedgerRecord | None:
     marks = cpu.steps(events, work)
     first = 1 if marks.first_from_mark and len(marks) > 1 else 0
     job = Job.of_cpu(events, work)
-    tally = tallied(job, marks, first, _unit_scale())
+    scale, _ = scale_of(None, None, peak=peak)
+    tally = tallied(job, marks, first, scale or _unit_scale())
     whole = own(
         work, np.zeros(len(work.rows), np.int8), int(work.start_ns.min()), int(work.end_ns.max())
     )
@@ -99,8 +127,8 @@ def _of_cpu(trace: Trace) -> LedgerRecord | None:
         first, notes=["a job on a CPU: what its operators take for themselves is the work"]
     )
     reason = "a trace does not name its CPU, and nobody measured what it reaches"
-    record = _record(trace, cpu.DEVICE, {"name": "CPU"}, marks, sound, tally, None, reason, share)
-    return _with_pictures(record, job, marks, first, None)
+    record = _record(trace, cpu.DEVICE, {"name": "CPU"}, marks, sound, tally, scale, reason, share)
+    return _with_pictures(record, job, marks, first, scale)
 
 
 def _with_pictures(
@@ -186,7 +214,7 @@ def _record(
         residual_frac=None,
         trusted=not doubts,
         untrusted_because=doubts,
-        notes=_notes(trace, marks, sound, tally, n),
+        notes=[*_notes(trace, marks, sound, tally, n), *(scale.notes if scale else ())],
     )
 
 
@@ -281,6 +309,7 @@ def _notes(trace: Trace, marks: Steps, sound: Soundness, tally: Tally, n: int) -
         notes.append(
             f"the file ends early, after {len(events)} events over {ms:.4g} ms: {damage.ends_early}"
         )
+    notes += tally.remarks
     for note, ns in _largest(tally.notes, 4):
         notes.append(f"{ns * 1e-6 / n:.3g} ms a step: {note}")
     return notes
