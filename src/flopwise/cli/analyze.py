@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         RunFolderError: the ledger or its report cannot be written.
         UsageError: the peak is no rate.
     """
-    from flopwise.diagnosis.ledger.build import ledger
+    from flopwise.diagnosis.ledger.build import Given, ledger
     from flopwise.hardware.accelerators import parse_peak
     from flopwise.records import store
     from flopwise.reports.stream import look, write
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if progress is not None:
             progress.end()
-    record = ledger(trace, args.device, peak=peak)
+    record = ledger(trace, args.device, Given(peak=peak))
     partial = trace.damage.ends_early is not None
     saved = []
     if args.html is not None:
