@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from flopwise._version import __version__
-from flopwise.diagnosis.ledger.findings import Scene, findings
-from flopwise.diagnosis.ledger.replay import Replay
+from flopwise.diagnosis.ledger.findings import findings
+from flopwise.diagnosis.ledger.replay import Replay, Serial
 from flopwise.diagnosis.ledger.scale import Scale, scale_of
+from flopwise.diagnosis.ledger.scene import Scene
 from flopwise.diagnosis.ledger.soundness import Soundness, judge
 from flopwise.diagnosis.ledger.tally import Job, Tally, Times, tallied
 from flopwise.errors import FlopwiseError
@@ -72,7 +73,10 @@ def ledger(trace: Trace, device: int | None = None) -> LedgerRecord:
     share = _share(partition(events, device))
     record = _record(trace, device, properties, marks, sound, tally, scale, reason, share)
     lines = {line.name: line for line in record.lines}
-    scene = Scene(job, tally, host, Replay(events, work, host, marks), lines, record.step_s)
+    replay = Replay(events, work, host, marks)
+    scene = Scene(
+        job, tally, host, replay, lines, record.step_s, marks, first=sound.first, scale=scale
+    )
     return dataclasses.replace(record, findings=findings(scene))
 
 
@@ -84,7 +88,8 @@ def _of_cpu(trace: Trace) -> LedgerRecord | None:
         return None
     marks = cpu.steps(events, work)
     first = 1 if marks.first_from_mark and len(marks) > 1 else 0
-    tally = tallied(Job.of_cpu(events, work), marks, first, _unit_scale())
+    job = Job.of_cpu(events, work)
+    tally = tallied(job, marks, first, _unit_scale())
     whole = own(
         work, np.zeros(len(work.rows), np.int8), int(work.start_ns.min()), int(work.end_ns.max())
     )
@@ -94,7 +99,11 @@ def _of_cpu(trace: Trace) -> LedgerRecord | None:
         first, notes=["a job on a CPU: what its operators take for themselves is the work"]
     )
     reason = "a trace does not name its CPU, and nobody measured what it reaches"
-    return _record(trace, cpu.DEVICE, {"name": "CPU"}, marks, sound, tally, None, reason, share)
+    record = _record(trace, cpu.DEVICE, {"name": "CPU"}, marks, sound, tally, None, reason, share)
+    lines = {line.name: line for line in record.lines}
+    replay = Serial(work, marks, first)
+    scene = Scene(job, tally, None, replay, lines, record.step_s, marks, first=first)
+    return dataclasses.replace(record, findings=findings(scene))
 
 
 def _nothing(trace: Trace, sifted: Sifted) -> str:
