@@ -257,7 +257,11 @@ class Measurement:
             if higher is not None:
                 context = replace(context, ceilings=higher, notes=notes)
                 record = summary.summarise(ranks, context)
-        return record
+        if not any(rank.profile is not None for rank in ranks):
+            return replace(record, ledger_reason="no windows were profiled (--no-profile)")
+        from flopwise.measurement import ledgers
+
+        return ledgers.with_ledger(record, summary.one_per_rank(ranks), self.folder, context)
 
     def _interrupted(self) -> str | None:
         """Returns the name of the signal that ended the job, if one did."""

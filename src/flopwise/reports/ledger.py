@@ -34,6 +34,7 @@ WORDS = {
     "idle_device": "idle: between queued kernels",
     "idle_other": "idle: cause not seen",
     "unattributed": "operators without a known cost",
+    "residual": "residual: undisturbed step less all of these",
 }
 OPERATORS = 8
 CELLS = 20
