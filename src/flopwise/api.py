@@ -36,6 +36,7 @@ def run_command(
     force_plan: bool = False,
     quiet: bool = False,
     first_report_s: float = FIRST_REPORT_S,
+    profile: bool = True,
 ) -> int:
     """Runs and measures a job, prints the report to stderr, and returns the job's own exit code, -n for signal n.
 
@@ -57,6 +58,7 @@ def run_command(
         "steps": steps,
         "warmup": warmup,
         "stop_after": stop_after,
+        "profile": profile,
     }
     notes = _apply(plan, job, options, force=force_plan) if plan is not None else []
     folder = folders.create(out, job.script, options)

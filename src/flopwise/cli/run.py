@@ -31,6 +31,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--stop-after", action="store_true", help="end the script cleanly once it is measured"
     )
     parser.add_argument(
+        "--no-profile",
+        action="store_true",
+        help="time the steps only: no profiled windows after them, and so no ledger",
+    )
+    parser.add_argument(
         "--out", metavar="DIR", help="run folder (default: flopwise-runs/TIME-NAME)"
     )
     parser.add_argument("--json", metavar="PATH", help="write the run record there, too")
@@ -70,5 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
         plan=arguments.plan,
         force_plan=arguments.force_plan,
         quiet=arguments.quiet,
+        profile=not arguments.no_profile,
     )
     return end_like(code)
