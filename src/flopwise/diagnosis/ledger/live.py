@@ -30,7 +30,7 @@ from flopwise.diagnosis.ledger.windows import (
     durations,
     take_light,
 )
-from flopwise.records.ledger import FAMILIES, LedgerRecord, Line, Live
+from flopwise.records.ledger import FAMILIES, Bandwidth, LedgerRecord, Line, Live
 from flopwise.records.run import Clocks
 from flopwise.trace.ownership import Owner
 
@@ -258,10 +258,26 @@ def _overlaid(
             dataclasses.replace(one, share_frac=one.share_frac * ratio) for one in record.operators
         ],
         blocking=[],
+        hot=[dataclasses.replace(one, share_frac=one.share_frac * ratio) for one in record.hot],
+        bandwidth=_over(record.bandwidth, ratio),
         residual_frac=by_name["residual"] / step_s,
         trusted=not doubts,
         untrusted_because=doubts,
         notes=[note for note in record.notes if not note.startswith(build.PROFILED)],
+    )
+
+
+def _over(bandwidth: Bandwidth | None, ratio: float) -> Bandwidth | None:
+    """Returns the use of the bandwidth over another step, `ratio` times as short."""
+    if bandwidth is None:
+        return None
+    used = bandwidth.used_frac
+    return dataclasses.replace(
+        bandwidth,
+        used_frac=None if used is None else used * ratio,
+        copies=[
+            dataclasses.replace(one, share_frac=one.share_frac * ratio) for one in bandwidth.copies
+        ],
     )
 
 

@@ -1,6 +1,6 @@
 """What bounds each kernel, and how much of the memory's bandwidth a step uses.
 
-With F FLOPs, B bytes, C the peak of the executed dtype and W the memory's bandwidth, a kernel is bound by compute where
+With F FLOPs, B bytes, C the dense peak of the executed dtype and W the memory's bandwidth, a kernel is bound by compute where
 F/C >= B/W and else by memory. Source: Williams, Waterman & Patterson, "Roofline: an insightful visual performance model",
 CACM 52 (2009). B is what the operands of its operator hold, each once: it moves so much at least.
 """
@@ -141,7 +141,7 @@ def _need(name: str, operands: Operands, tf32: bool, scale: Scale | None) -> _Ne
         return _Need(0.0, 0.0, nbytes)
     if scale is None:
         return _Need(flops, math.nan, nbytes)
-    return _Need(flops, 1e9 * flops / (scale.rate(kind) * scale.reached(kind)), nbytes)
+    return _Need(flops, 1e9 * flops / scale.rate(kind), nbytes)
 
 
 def _touches_a_part(name: str) -> bool:
