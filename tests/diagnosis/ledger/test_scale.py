@@ -119,9 +119,7 @@ class TestMeasuredHere:
         scale, _ = scale_of("NVIDIA B200", None, ceilings=given, sm_mhz=1500.0)
         assert scale is not None
         assert scale.limits("bf16")[1] is None
-        scale, _ = scale_of(
-            "NVIDIA B200", None, ceilings=given, sm_mhz=1500.0, boost_mhz=2000.0
-        )
+        scale, _ = scale_of("NVIDIA B200", None, ceilings=given, sm_mhz=1500.0, boost_mhz=2000.0)
         assert scale is not None
         assert scale.limits("bf16")[1] == 0.75
 
