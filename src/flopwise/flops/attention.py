@@ -190,8 +190,17 @@ def _block(batch: int, t_q: int, t_k: int, width: int) -> int:
 
 
 #: Arguments that say how many of the keys are used, or in which pages of a cache they lie.
-_PARTLY_USED = tuple(
-    "seqused_q seqused_k sequed_q sequed_k seqlen_k leftpad_k block_table block_tables page_table k_new".split()
+_PARTLY_USED = (
+    "seqused_q",
+    "seqused_k",
+    "sequed_q",  # as flash_attn_3 spells it in places
+    "sequed_k",
+    "seqlen_k",
+    "leftpad_k",
+    "block_table",
+    "block_tables",
+    "page_table",
+    "k_new",
 )
 
 
