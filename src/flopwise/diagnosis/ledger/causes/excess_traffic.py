@@ -59,7 +59,8 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
 def _floor(scene: Scene, call: Called) -> float | None:
     if not call.name.startswith("aten::") or not is_zero(call.name):
         return None
-    return bytes_ns(operand_bytes(call.name, call.operands), scene)
+    by_bytes = bytes_ns(operand_bytes(call.name, call.operands), scene)
+    return max(by_bytes, scene.least_ns * len(call.work)) if by_bytes is not None else None
 
 
 def _described(scene: Scene, calls: list[Called]) -> str:
