@@ -13,15 +13,19 @@ FAMILIES = {
     "ideal": "useful",
     "precision": "precision",
     "hardware": "hardware",
+    "ceiling": "hardware",
+    "clock": "hardware",
     "gemm_bytes": "memory",
     "gemm_excess": "memory",
     "gemm_unsplit": "unexplained",
     "recompute": "recompute",
+    "padding": "memory",
     "optimizer": "optimizer",
     "memory_bound": "memory",
     "memory_excess": "memory",
     "memory_unsplit": "memory",
     "comm_unsplit": "communication",
+    "contention": "communication",
     "exposed_copy": "pipeline",
     "idle_input": "pipeline",
     "idle_sync": "pipeline",
@@ -70,7 +74,9 @@ class Share:
 class Profiled:
     """One profiled window of a live run."""
 
-    kind: str  # "light" (device activities) | "heavy" (operators and shapes) | "stacks" (Python, too)
+    kind: (
+        str  # "light" (device activities) | "heavy" (operators and shapes) | "stacks" (Python, too)
+    )
     steps: int
     step_s: float | None  # mean on the device; None: it could not be read
     cost_s: float  # what starting it, ending it and writing it added to the run, once
