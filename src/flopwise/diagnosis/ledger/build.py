@@ -214,9 +214,7 @@ def _take_cpu(trace: Trace, given: Given) -> Taken | None:
         sound=Soundness(
             first, notes=["a job on a CPU: what its operators take for themselves is the work"]
         ),
-        tally=tallied(
-            job, marks, first, scale or _unit_scale(), given.counted, given.padding_frac
-        ),
+        tally=tallied(job, marks, first, scale or _unit_scale(), given.counted, given.padding_frac),
         scale=scale,
         reason=reason,
         share=Share(span_ns * 1e-9, whole.owned_ns[0] / span_ns, 0.0, 0.0, whole.idle_ns / span_ns),

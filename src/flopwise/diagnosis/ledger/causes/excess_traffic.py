@@ -90,7 +90,7 @@ def _whole(tensor: Tensor) -> bool:
 
 
 def _straightened(scene: Scene, scattered: list[Called]) -> dict[int, float]:
-    """Returns how long scattered calls take at the rate of their whole twins, by position; none without twins."""
+    """Returns how much of its time scattered work takes at the rate of its whole twin, by position; none without twins."""
     new = {}
     for call in scattered:
         twins = [
@@ -99,9 +99,7 @@ def _straightened(scene: Scene, scattered: list[Called]) -> dict[int, float]:
             if one.name == call.name and _sizes(one) == _sizes(call) and not _scattered(one)
         ]
         if twins:
-            ratio = min(1.0, max(twins) / call.ns)
-            for k in call.work:
-                new[k] = ratio * float(scene.job.work.end_ns[k] - scene.job.work.start_ns[k])
+            new.update(dict.fromkeys(call.work, max(twins) / call.ns))
     return new
 
 
