@@ -132,7 +132,8 @@ def compare(
         LookupError: a run has no ledger.
     """
     put_truth(row, truth)
-    assert row.truth_s is not None and row.truth_ci95 is not None
+    assert row.truth_s is not None
+    assert row.truth_ci95 is not None
     moved = movement(on, off, lines)
     low, high = row.truth_ci95
     truth_half = (high - low) / 2
@@ -177,7 +178,8 @@ def name_fault(row: Row, on: dict[str, Any], off: dict[str, Any], causes: set[st
 
 def judge(row: Row, truth_half: float) -> None:
     """Sets the verdict: the lines move by the truth within 15 %, and the first finding names the fault."""
-    assert row.truth_s is not None and row.ratio is not None
+    assert row.truth_s is not None
+    assert row.ratio is not None
     if row.truth_s <= 0 or truth_half > LINE_LIMIT_FRAC * abs(row.truth_s):
         row.reasons.append("the truth itself is too uncertain to hold a line against")
     if abs(row.ratio - 1) > LINE_LIMIT_FRAC:

@@ -19,9 +19,8 @@ ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 def device_work(path: Path) -> list[tuple[float, float, str]]:
     """Returns start, end (us) and name of all work on the device, in order of start; the file may be compressed."""
-    opened = gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8")
-    with opened as stream:
-        trace = json.load(stream)
+    data = path.read_bytes()
+    trace = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
     return sorted(
         (float(e["ts"]), float(e["ts"]) + float(e["dur"]), str(e["name"]))
