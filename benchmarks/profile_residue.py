@@ -152,7 +152,7 @@ def judge(processes: list[Process]) -> dict[str, Any]:
         for k in range(0, len(processes) - 1, 2)
         for a, b in [sorted(processes[k : k + 2], key=lambda process: process.arm)]
         if a.ratio is not None and b.ratio is not None
-    ]  # "plain" sorts before "profiled"? It does: "la" before "ro"
+    ]  # by the name of the arm: plain, profiled
     said = [p.said_frac for p in processes if p.said_frac is not None]
     found: dict[str, Any] = {"pairs": len(pairs), "said_mean_frac": None}
     if said:
@@ -167,7 +167,7 @@ def judge(processes: list[Process]) -> dict[str, Any]:
 
 def verdict(low: float, high: float) -> str:
     """Returns "pass" where the whole interval is within 1 % of 1, "FAIL" where it is beyond, or that it is not shown."""
-    if 1 - LIMIT_FRAC <= low and high <= 1 + LIMIT_FRAC:
+    if low >= 1 - LIMIT_FRAC and high <= 1 + LIMIT_FRAC:
         return "pass"
     if high < 1 - LIMIT_FRAC or low > 1 + LIMIT_FRAC:
         return "FAIL"
