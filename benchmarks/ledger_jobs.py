@@ -44,9 +44,9 @@ MANY_STEPS = 20_000  # more than any run gets to
 PREWARM_AT_ONCE = 4  # on one GPU
 
 SHAPE = ("odd-shape",)
-ATTENTION = ("attention-backend", "needless-mask", "unfused-attention")
-TRAFFIC = ("unfused", "memory-traffic")
-LAYOUT = ("channels-first",)
+ATTENTION = ("unfused-attention", "needless-mask")
+TRAFFIC = ("unfused-pointwise", "excess-traffic")
+LAYOUT = ("nchw-layout",)
 
 
 @dataclass(frozen=True)
@@ -158,13 +158,13 @@ def bases() -> list[Base]:
     bf16 = Fix("bf16", ("slow-dtype",))
     tf32 = Fix("tf32", ("slow-dtype",))
     vocab = Fix("vocab", SHAPE)
-    fused = Fix("fused", ("slow-optimizer",))
+    fused = Fix("fused", ("unfused-optimizer",))
     sdpa = Fix("sdpa", ATTENTION)
     item = Fix("no-item", ("host-read", "metric-read"))
     compiled = Fix("compile", (*TRAFFIC, "launch-bound"), limit_s=130.0)
     layout = Fix("channels_last", LAYOUT)
     workers = Fix("workers", ("input-wait",), rounds=3, seconds=45.0, limit_s=110.0)
-    pinned = Fix("pinned", ("exposed-copy", "pageable-copy", "host-copy"), rounds=3)
+    pinned = Fix("pinned", ("exposed-copy", "host-copy"), rounds=3)
     gpt2, images = "ladders/gpt2.py", "ladders/images.py"
     fed = "bf16,workers,pinned,no-item"
     return [
@@ -196,7 +196,7 @@ def small_jobs() -> list[Job]:
 def small_bases() -> list[Base]:
     """Returns rungs for a CPU core."""
     cpu = ("--device", "cpu", "--small")
-    fixes = (Fix("sdpa", ATTENTION, 3, 6), Fix("fused", ("slow-optimizer",), 3, 6))
+    fixes = (Fix("sdpa", ATTENTION, 3, 6), Fix("fused", ("unfused-optimizer",), 3, 6))
     return [Base(Job("gpt2-naive", "ladders/gpt2.py", (*cpu, "--with", ""), 20), fixes)]
 
 

@@ -27,7 +27,14 @@ from runs import GPU, Lane, archive, chosen, environment, execute, in_lanes, lan
 
 PRODUCTS = ("precision", "hardware", "ceiling", "clock", "gemm_bytes", "gemm_excess")
 MEMORY = ("memory_bound", "memory_excess", "memory_unsplit")
-HARMLESS = ("input-wait", "host-read", "launch-bound", "exposed-copy", "device-wait", "slow-clock")
+HARMLESS = (
+    "input-wait",
+    "host-read",
+    "metric-read",
+    "launch-bound",
+    "exposed-copy",
+    "unfused-optimizer",
+)
 SHORTEST_S = 25.0  # a program is not begun with less time left
 
 
@@ -58,18 +65,20 @@ def programs() -> list[Program]:
         Program("tiny_kernels", ("idle_launch", *MEMORY), ("launch-bound",), on_cpu=True),
         Program("fp32_matmul", PRODUCTS, ("slow-dtype",)),
         Program("odd_vocabulary", ("gemm_excess",), ("odd-shape",)),
-        Program("nchw", ("gemm_excess", "gemm_bytes", *MEMORY), ("channels-first",)),
-        Program("unfused_chain", MEMORY, ("unfused",), on_cpu=True),
+        Program("nchw", ("gemm_excess", "gemm_bytes", *MEMORY), ("nchw-layout",)),
+        Program("unfused_chain", MEMORY, ("unfused-pointwise",), on_cpu=True),
         Program(
             "pageable_copy",
             ("exposed_copy", "idle_sync", "idle_launch"),
-            ("exposed-copy", "pageable-copy"),
+            ("exposed-copy", "host-copy"),
         ),
-        Program("hot_clock", ("clock",), ("slow-clock",), rounds=4, truth_s=25.0),
+        Program("hot_clock", ("clock",), ("low-clock",), rounds=4, truth_s=25.0),
         Program("padding", ("padding",), ("padding",), on_cpu=True),
         Program("checkpointing", ("recompute",), ("recompute",), on_cpu=True),
-        Program("slow_optimizer", ("optimizer", "idle_launch"), ("slow-optimizer",), on_cpu=True),
-        Program("needless_mask", ("gemm_excess",), ("needless-mask", "attention-backend")),
+        Program(
+            "slow_optimizer", ("optimizer", "idle_launch"), ("unfused-optimizer",), on_cpu=True
+        ),
+        Program("needless_mask", ("gemm_excess",), ("needless-mask",)),
         Program("cuda_graph", (), ()),
         Program("cuda_graph_inductor", (), (), flags=("--inductor",), script="cuda_graph"),
     ]

@@ -14,7 +14,7 @@ from net import TokenNet, sequences
 
 def book(total: float, value: float) -> float:
     """Returns a running figure after some milliseconds of arithmetic in Python."""
-    for _ in range(100_000):
+    for _ in range(200_000):
         total += (value - total) * 0.001
     return total
 

@@ -1,7 +1,8 @@
 """AdamW steps parameter by parameter instead of in one fused kernel.
 
-Moves: `optimizer`, and `idle_launch` where the host cannot keep up with the launches. Truth is the sum. The model is
-broad in parameters and small in work, so that the optimizer is a good part of the step.
+Moves: `optimizer`, and `idle_launch` where the host cannot keep up with the launches. Truth is the sum. The tensors are
+large, so that the device takes longer for each than the host for its launch, and the tokens few, so that the
+optimizer is a good part of the step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from net import TokenNet, sequences
 def build(fault: bool, where: Where) -> Arm:
     """Returns training with the optimizer's loop, or with its fused kernel."""
     vocab, width, layers, batch, length = (
-        (512, 64, 4, 2, 16) if where.small else (8192, 1024, 24, 8, 512)
+        (512, 64, 4, 2, 16) if where.small else (8192, 2048, 8, 8, 256)
     )
     model = TokenNet(vocab, width, layers).to(where.device)
     how = {"foreach": False} if fault else {"fused": True}
