@@ -13,7 +13,7 @@ from net import TokenNet, sequences
 def build(fault: bool, where: Where) -> Arm:
     """Returns training with checkpointed blocks, or without."""
     vocab, width, layers, heads, batch, length = (
-        (512, 64, 2, 2, 4, 32) if where.small else (8192, 1024, 8, 16, 16, 1024)
+        (512, 128, 3, 4, 4, 64) if where.small else (8192, 1024, 8, 16, 16, 1024)
     )
     model = TokenNet(vocab, width, layers, heads, again=fault).to(where.device, where.dtype)
     optimizer = adamw(model.parameters())

@@ -36,7 +36,7 @@ class Padded(Dataset):  # type: ignore[type-arg]
 def build(fault: bool, where: Where) -> Arm:
     """Returns training with half of the positions padded, or with none."""
     vocab, width, layers, heads, batch, real = (
-        (512, 64, 2, 2, 4, 32) if where.small else (8192, 1024, 6, 16, 16, 512)
+        (512, 128, 3, 4, 4, 32) if where.small else (8192, 1024, 6, 16, 16, 512)
     )
     data = Padded(vocab, batch, 2 * real if fault else real, real)
     loader = iter(DataLoader(data, batch_size=None, num_workers=0, pin_memory=where.cuda))

@@ -39,7 +39,7 @@ class Feed(nn.Module):
 
 def build(fault: bool, where: Where) -> Arm:
     """Returns training with the chain, or with the fused operator."""
-    width, layers, rows = (128, 2, 256) if where.small else (1024, 4, 16384)
+    width, layers, rows = (256, 2, 512) if where.small else (1024, 4, 16384)
     model = Feed(width, layers, fault).to(where.device, where.dtype)
     optimizer = adamw(model.parameters())
     x = torch.randn(rows, width, device=where.device, dtype=where.dtype)
