@@ -24,14 +24,15 @@ device 0: NVIDIA H200 · 3 steps of 4, ended by the optimizer · rank 3 of 8
   known cost  100 % of kernel time
 
   where the step goes
-                                               a step  95 %   share
-  useful work                      ▏          2.17 µs        0.22 %
-  products: above their floor      ████████  397.8 µs        39.8 %
-  optimizer                        ██          100 µs          10 %
-  memory: bytes at full bandwidth  ██          100 µs          10 %
-  memory: above that               ██          100 µs          10 %
-  idle: between queued kernels     ██████      300 µs          30 %
-  step                                           1 ms         100 %
+                                                 a step  95 %    share
+  useful work                        ▏          2.17 µs         0.22 %
+  hardware: what the device reaches  ▏           533 ns        0.053 %
+  products: above their floor        ████████  397.3 µs         39.7 %
+  optimizer                          ██          100 µs           10 %
+  memory: bytes at full bandwidth    ██          100 µs           10 %
+  memory: above that                 ██          100 µs           10 %
+  idle: between queued kernels       ██████      300 µs           30 %
+  step                                             1 ms          100 %
 
   by operator, the largest
   operator    calls  a step  share
@@ -47,6 +48,11 @@ device 0: NVIDIA H200 · 3 steps of 4, ended by the optimizer · rank 3 of 8
               can be twice as long under it
   note        the first step is left out: the trace does not show when the
               device began it
+  note        optimizer: of 0.1 ms a step its bytes need 0.1 ms at full
+              bandwidth
+  note        ceilings: bf16 794.5, fp8 1453.4 TFLOP/s, the best matrix products
+              by stas00/ml-engineering@744d01e compute/accelerator/README.md,
+              MAMF
 
   saved       ledger.json
 """
@@ -79,7 +85,7 @@ def test_never_wider_than_it_was_told(record: LedgerRecord, width: int, ascii_on
     assert max(len(line) for line in text.splitlines()) <= width
     assert text.isascii() is ascii_only
     flat = " ".join(text.split())
-    for words in ("useful work", "39.8 %", "aten::mm", "event", "not trusted", "x.json"):
+    for words in ("useful work", "39.7 %", "aten::mm", "event", "not trusted", "x.json"):
         assert words in flat
 
 

@@ -118,6 +118,125 @@ def test_products_and_convolutions(
     assert (call.outs[0].shape if call.outs else None) == result
 
 
+#: 2 sequences of 128, 4 heads of 64: (batch, time, heads, depth), each pair of a query and a key 256 FLOPs forward
+HEADS = [2, 128, 4, 64]
+QKV = [HEADS, HEADS, HEADS]
+LSE = [2, 4, 128]
+CAUSAL = 128 * 129 // 2
+BAND = CAUSAL - 95 * 96 // 2  # a window of 32 keys before each query
+FULL, TRIANGLE, WINDOW = (256 * 2 * 4 * n for n in (128 * 128, CAUSAL, BAND))
+NO = None
+FA3 = [*QKV, *[NO] * 9, "128", "128", *[NO] * 9, "0.125"]  # up to the scale
+
+
+@pytest.mark.parametrize(
+    ("name", "operands", "full", "seen"),
+    [
+        ("flash_attn::_flash_attn_forward", [*QKV, "0.0", "0.1", "False", "-1", "-1", "0.0", NO, "False"], FULL, FULL),
+        ("flash_attn::_flash_attn_forward", [*QKV, "0.0", "0.1", "True", "-1", "-1", "0.0", NO, "False"], FULL, TRIANGLE),
+        ("flash_attn::_flash_attn_forward", [*QKV, "0.0", "0.1", "True", "32", "0", "0.0", NO, "False"], FULL, WINDOW),
+        # FlashAttention's `dq`, `dk`, `dv` lie between the statistics and the dropout
+        (
+            "flash_attn::_flash_attn_backward",
+            [HEADS, *QKV, HEADS, LSE, *QKV, "0.0", "0.1", "True", "32", "0", "0.0", NO, "False", NO],
+            2 * FULL, 2 * WINDOW,
+        ),
+        ("flash_attn_3::fwd", [*FA3, "True", "-1", "-1", "0", "0.0", "False", NO, "1", NO, "0"], FULL, TRIANGLE),
+        ("flash_attn_3::_flash_attn_forward", [*FA3, "True", "32", "0", "0", "0.0", "True", NO, "1", NO, "0"], FULL, WINDOW),
+        (
+            "flash_attn_3::bwd",
+            [HEADS, *QKV, HEADS, LSE, *[NO] * 7, "128", "128", "0.1", "True", "32", "0", "0.0", "False", "0"],
+            2 * FULL, 2 * WINDOW,
+        ),
+        (
+            "flash_attn_3::_flash_attn_backward",
+            [HEADS, *QKV, HEADS, LSE, *[NO] * 4, "128", "128", *QKV, "0.1", "True", "-1", "-1", "0.0", "False", "0"],
+            2 * FULL, 2 * TRIANGLE,
+        ),
+        ("xformers_flash::flash_fwd", [*QKV, NO, NO, NO, "128", "128", "0.0", "0.1", "True", "32", "0", "False", NO], FULL, WINDOW),
+        (
+            "xformers_flash::flash_bwd",
+            ["False", HEADS, *QKV, HEADS, LSE, NO, NO, "128", "128", "0.0", "0.1", "True", "-1", "-1", [2]],
+            2 * FULL, 2 * TRIANGLE,
+        ),
+        (
+            "xformers_flash3::flash_fwd",
+            [*QKV, *[NO] * 4, "128", "128", "0.0", "0.1", "True", *[NO] * 4, "False", "32", "0"],
+            FULL, WINDOW,
+        ),
+        (
+            "xformers_flash3::flash_bwd",
+            ["False", HEADS, *QKV, HEADS, LSE, NO, NO, "128", "128", "0.1", "False", "-1", "-1"],
+            2 * FULL, 2 * FULL,
+        ),
+        # a mask of kind 1 is causal from the top left
+        (
+            "xformers::efficient_attention_forward_cutlass",
+            [*QKV, NO, NO, NO, "128", "128", "0.0", "1", "True", "0.1", NO, NO],
+            FULL, TRIANGLE,
+        ),
+        (
+            "xformers::efficient_attention_backward_cutlass",
+            [HEADS, *QKV, NO, HEADS, NO, NO, "128", "128", LSE, "0.0", [1], [1], "1", "False", "0.1", NO, NO],
+            2 * FULL, 2 * TRIANGLE,
+        ),
+        (
+            "xformers::efficient_attention_forward_ck",
+            [*QKV, NO, NO, NO, "128", "0.0", "True", "1", "0.1", NO, NO],
+            FULL, TRIANGLE,
+        ),
+        (
+            "xformers::efficient_attention_backward_ck",
+            [HEADS, *QKV, NO, NO, NO, "128", "128", NO, LSE, HEADS, "0.0", "1", "0", "0", "0.1", NO],
+            2 * FULL, 2 * FULL,
+        ),
+        (
+            "aten::_cudnn_attention_forward",
+            [[2, 4, 128, 64]] * 3 + [NO, NO, NO, "128", "128", "True", "0.0", "True", "False", "0.1"],
+            FULL, TRIANGLE,
+        ),
+        (
+            "aten::_cudnn_attention_backward",
+            [[2, 4, 128, 64]] * 5 + [LSE, [1], [1], NO, NO, NO, "128", "128", "0.0", "True", "0.1"],
+            2 * FULL, 2 * TRIANGLE,
+        ),
+    ],
+)  # fmt: skip
+def test_attention_of_packages(name: str, operands: list[Any], full: int, seen: int) -> None:
+    cost = cost_of(call_of(name, recorded(*operands, dtype="c10::BFloat16")))
+    assert (cost.needed, cost.needed_causal) == (full, seen)
+
+
+def test_packed_sequences_whose_lengths_a_trace_does_not_show() -> None:
+    """As `flash_attn_3::fwd` is recorded with 128 sequences in 16384 tokens: their lengths are contents."""
+    tokens = [16384, 6, 128]
+    operands = recorded(
+        *[tokens] * 3, *[None] * 4, [128], [128], *[None] * 3, "2048", "2048", *[None] * 9, "0.1", "True", "128", "0", "0",
+        "0.0", "True", None, "1", None, "0", dtype="c10::BFloat16",
+    )  # fmt: skip
+    with pytest.raises(LookupError, match="lengths of the packed sequences are not visible"):
+        cost_of(call_of("flash_attn_3::fwd", operands))
+
+
+def test_another_version_of_a_packages_op_is_not_read_by_the_positions_of_this_one() -> None:
+    with pytest.raises(LookupError, match="recorded with 3 arguments where 34 are known: another"):
+        call_of("flash_attn_3::fwd", recorded(HEADS, HEADS, HEADS))
+
+
+@pytest.mark.parametrize("library", ["cudnn", "miopen"])
+def test_gradients_of_a_convolution_as_ops_of_their_own(library: str) -> None:
+    """As torch 1.10 recorded them: y = (2, 6, 6, 6) is what a filter of (6, 4, 3, 3) makes of (2, 4, 8, 8)."""
+    y, rest = [2, 6, 6, 6], [NONE, ONE, ONE, "1"]
+    name = f"aten::{library}_convolution_backward"
+    to_input = call_of(f"{name}_input", recorded("[2, 4, 8, 8]", y, W, *rest))
+    assert cost_of(to_input).needed == 31_104
+    to_weight = call_of(f"{name}_weight", recorded("[6, 4, 3, 3]", y, X, *rest))
+    assert cost_of(to_weight).needed == 31_104
+    unseen = call_of(f"{name}_weight", recorded(None, y, X, *rest))
+    with pytest.raises(LookupError, match="sizes of the weight are not visible"):
+        cost_of(unseen)
+
+
 def test_same_padding_where_it_was_recorded() -> None:
     call = call_of("aten::_convolution_mode", recorded(X, W, B, ONE, "same", "[2, 2]", "1"))
     assert call.outs[0].shape == (2, 6, 8, 8)

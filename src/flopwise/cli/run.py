@@ -40,6 +40,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--json", metavar="PATH", help="write the run record there, too")
     parser.add_argument(
+        "--html", metavar="PATH", help="write the HTML report there, too (it is in the run folder)"
+    )
+    parser.add_argument(
         "--peak", metavar="RATE", help="peak FLOP/s of one device, e.g. 989.5T or bf16=989.5T"
     )
     parser.add_argument("--price", type=float, metavar="USD", help="price of one device-hour")
@@ -66,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         stop_after=arguments.stop_after,
         out=arguments.out,
         json_path=arguments.json,
+        html_path=arguments.html,
         peak=arguments.peak,
         price=arguments.price,
         plan=arguments.plan,

@@ -190,7 +190,18 @@ def _block(batch: int, t_q: int, t_k: int, width: int) -> int:
 
 
 #: Arguments that say how many of the keys are used, or in which pages of a cache they lie.
-_PARTLY_USED = ("seqused_q", "seqused_k", "seqlen_k", "block_table", "page_table", "k_new")
+_PARTLY_USED = (
+    "seqused_q",
+    "seqused_k",
+    "sequed_q",
+    "sequed_k",
+    "seqlen_k",
+    "leftpad_k",
+    "block_table",
+    "block_tables",
+    "page_table",
+    "k_new",
+)
 
 
 def _refuse_partly_used_keys(call: Call) -> None:
@@ -241,13 +252,14 @@ def _window(call: Call) -> tuple[int, int]:
     ):  # efficient attention: keys up to `window_size - 1` before the query
         return sizes - 1, -1
     return (
-        call.integer("window_size_left", default=-1),
-        call.integer("window_size_right", default=-1),
+        call.integer("window_size_left", "window_left", default=-1),
+        call.integer("window_size_right", "window_right", default=-1),
     )
 
 
 def _cumulative(call: Call, side: str) -> Operand | None:
-    ends = call.maybe(f"cum_seq_{side}", f"cu_seqlens_{side}", f"cu_seq_{side}")
+    names = ("cum_seq", "cu_seqlens", "cu_seq", "seqstart")
+    ends = call.maybe(*(f"{name}_{side}" for name in names))
     return ends if ends is not None and ends.numel else None
 
 

@@ -31,6 +31,22 @@ def convolution_backward(call: Call) -> Cost:
     return Cost.exactly(_one(larger, weight) * (wanted[0] + wanted[1]))
 
 
+def input_gradient(call: Call) -> Cost:
+    """Returns the FLOPs of the gradient of a convolution's input, an op of its own until torch 1.10: those of the forward."""
+    return Cost.exactly(_one(call.tensor("grad_output"), call.tensor("weight")))
+
+
+def weight_gradient(call: Call) -> Cost:
+    """Returns the FLOPs of the gradient of a convolution's weight, an op of its own until torch 1.10: those of the forward.
+
+    It is given the sizes of the weight, not the weight.
+    """
+    sizes = call.args.get("weight_size")
+    if not isinstance(sizes, tuple) or not all(isinstance(n, int) for n in sizes):
+        raise LookupError(f"{call.name}: the sizes of the weight are not visible")
+    return Cost.exactly(_one(call.tensor("grad_output"), Operand(sizes)))
+
+
 def conv_tbc(call: Call) -> Cost:
     """Returns the FLOPs of `conv_tbc` with a weight of (kernel, C_in, C_out): 2 out kernel C_in."""
     width, c_in, _ = call.tensor("weight").shape

@@ -29,7 +29,9 @@ class Rule:
 
 
 _CUMULATIVE = tuple(
-    f"{name}_{side}" for name in ("cum_seq", "cu_seqlens", "cu_seq") for side in ("q", "k")
+    f"{name}_{side}"
+    for name in ("cum_seq", "cu_seqlens", "cu_seq", "seqstart")
+    for side in ("q", "k")
 )
 
 
@@ -100,6 +102,20 @@ RULES: dict[str, Rule] = {
         "grad_output",
         "convolution_backward convolution_backward_overrideable _slow_conv2d_backward",
     ),
+    **_rules(
+        convolution.input_gradient,
+        "convolution",
+        "grad_output",
+        "cudnn_convolution_backward_input miopen_convolution_backward_input "
+        "mkldnn_convolution_backward_input",
+    ),
+    **_rules(
+        convolution.weight_gradient,
+        "convolution",
+        "grad_output",
+        "cudnn_convolution_backward_weight miopen_convolution_backward_weight "
+        "mkldnn_convolution_backward_weights",
+    ),
     **_rules(convolution.conv_tbc, "convolution", "self", "conv_tbc"),
     **_rules(
         convolution.conv_tbc_backward, "convolution", "self", "conv_tbc_backward", wanted=True
@@ -139,7 +155,9 @@ RULES: dict[str, Rule] = {
         "_flash_attention_forward _flash_attention_forward_no_dropout_inplace "
         "_efficient_attention_forward torch_attn::_varlen_attn torch_attn::_varlen_attn_out "
         "flash_attn::_flash_attn_forward flash_attn::_flash_attn_varlen_forward "
-        "flash_attn_3::_flash_attn_forward flash_attn_3::fwd",
+        "flash_attn_3::_flash_attn_forward flash_attn_3::fwd "
+        "xformers_flash::flash_fwd xformers_flash3::flash_fwd "
+        "xformers::efficient_attention_forward_cutlass xformers::efficient_attention_forward_ck",
         values=_CUMULATIVE,
     ),
     **_rules(
@@ -148,7 +166,9 @@ RULES: dict[str, Rule] = {
         "query q",
         "_flash_attention_backward _efficient_attention_backward torch_attn::_varlen_attn_backward "
         "flash_attn::_flash_attn_backward flash_attn::_flash_attn_varlen_backward "
-        "flash_attn_3::_flash_attn_backward flash_attn_3::bwd",
+        "flash_attn_3::_flash_attn_backward flash_attn_3::bwd "
+        "xformers_flash::flash_bwd xformers_flash3::flash_bwd "
+        "xformers::efficient_attention_backward_cutlass xformers::efficient_attention_backward_ck",
         values=_CUMULATIVE,
         wanted=True,
     ),

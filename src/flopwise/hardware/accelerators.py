@@ -65,6 +65,9 @@ class Accelerator:
     tdp_w: float | None = None
     disputed: bool = False
     notes: str | None = None
+    # dtype -> the fastest matrix products that someone measured, TFLOP/s; clocks not stated
+    reached_tflops: dict[str, float] = field(default_factory=dict)
+    reached_source: str | None = None
 
 
 @dataclass(frozen=True)
@@ -223,7 +226,8 @@ def parse_table(text: str) -> list[Accelerator]:
     rates = {*DTYPES, "fp64_matrix"}
     seen: dict[str, str] = {}
     for entry, row in zip(entries, table, strict=True):
-        for wrong in sorted((set(entry) - known) | (set(row.dense_tflops) - rates)):
+        named = {*row.dense_tflops, *row.reached_tflops}
+        for wrong in sorted((set(entry) - known) | (named - rates)):
             raise HardwareError(f"accelerators.toml, row {row.id}: unknown field {wrong!r}")
         for name in map(normalised, (*row.device_names, *row.aliases)):
             other = seen.setdefault(name, row.id)

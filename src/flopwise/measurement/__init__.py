@@ -25,7 +25,7 @@ from flopwise.launch import folder as folders
 from flopwise.launch import process
 from flopwise.launch.command import Job
 from flopwise.measurement import ceilings
-from flopwise.measurement.words import say, short
+from flopwise.measurement.words import line, say, short
 from flopwise.records import rank as rank_records
 from flopwise.records import store
 from flopwise.records.rank import RankRecord
@@ -102,7 +102,7 @@ class Measurement:
         return code
 
     def conclude(self) -> RunRecord:
-        """Returns the run record and stores it as run.json in the run folder.
+        """Returns the run record and stores it as run.json in the run folder, with report.html beside it.
 
         Raises:
             NothingMeasuredError: no training step was timed.
@@ -115,6 +115,7 @@ class Measurement:
                 "is of what had been read before. Give --out a folder that the script leaves alone"
             )
         store.write(self.folder / "run.json", self.record)
+        _write_page(self.folder / "report.html", self.record)
         return self.record
 
     @property
@@ -155,7 +156,11 @@ class Measurement:
             color=seen.color,
             ascii_only=seen.ascii_only,
             next_command=self._next_command(record),
-            saved=[short(self.folder / "run.json")] if (self.folder / "run.json").exists() else [],
+            saved=[
+                short(self.folder / name)
+                for name in ("run.json", "report.html")
+                if (self.folder / name).exists()
+            ],
         )
         say(text.removesuffix("\n"))
 
@@ -252,7 +257,11 @@ class Measurement:
             if higher is not None:
                 context = replace(context, ceilings=higher, notes=notes)
                 record = summary.summarise(ranks, context)
-        return record
+        if not any(rank.profile is not None for rank in ranks):
+            return replace(record, ledger_reason="no windows were profiled (--no-profile)")
+        from flopwise.measurement import ledgers
+
+        return ledgers.with_ledger(record, summary.one_per_rank(ranks), self.folder, context)
 
     def _interrupted(self) -> str | None:
         """Returns the name of the signal that ended the job, if one did."""
@@ -300,6 +309,16 @@ def _is_done(rank: RankRecord) -> bool:
     """Returns whether a rank has nothing more to add."""
     pending = rank.profile is not None and rank.profile.state == "pending"
     return rank.status == "complete" and not pending
+
+
+def _write_page(path: Path, record: RunRecord) -> None:
+    """Writes the report of a record that is stored already: what goes wrong here is said, and costs nothing else."""
+    from flopwise.reports.html import render_html
+
+    try:
+        store.write_text(path, render_html(record))
+    except Exception as error:
+        say(line(f"flopwise: no {path.name}: {error}"))
 
 
 def _no_step(attached: int, ending: str | None) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from flopwise.meter.session import Session
 
 FOLDER = "profile"
+PENDING = "pending"
 LIGHT, HEAVY, STACKS, AFTER = "light", "heavy", "stacks", "after"
 #: Nothing but this is training: what else a step held makes it another one.
 OTHER_THAN_TRAINING = EVALUATION | SAVE | EPOCH | COMPILED
@@ -81,7 +82,7 @@ class Profiling:
 
     # ------------------------------------------------------------------ begin, end
 
-    def begin(self) -> bool:
+    def prepare(self) -> bool:
         """Called when the last timed step has ended; returns whether windows are to come."""
         reason = self._why_not()
         if reason is not None:
@@ -89,12 +90,15 @@ class Profiling:
             with contextlib.suppress(OSError):
                 agreement.refuse(self._session, agreement.PROFILE)
             return False
-        self._state = "pending"
+        self._state = PENDING
         self._patient_until = time.monotonic() + PATIENCE_S
         self._usual = _usual_flags(self._session.rows)
+        return True
+
+    def begin(self) -> None:
+        """Opens the first window, once all ranks are ready for it."""
         self._watch_the_scripts_profilers()
-        self._try_to_agree()
-        return self._state == "pending"
+        self._safely(self._try_to_agree)
 
     def _why_not(self) -> str | None:
         session = self._session
@@ -112,6 +116,23 @@ class Profiling:
 
     def boundary(self, started: int) -> None:
         """A step has ended."""
+        self._safely(self._boundary, started)
+
+    def _safely(self, function: Callable[..., None], *args: Any) -> None:
+        """Calls `function`; whatever it raises ends the windows, and the timed steps stand."""
+        try:
+            function(*args)
+        except Exception as error:
+            reason = f"it failed ({type(error).__name__}: {error})"
+            with contextlib.suppress(Exception):
+                for window in self._left[:1]:
+                    if window.profile is not None:
+                        self._stop(window)
+            self._left.clear()
+            self._settle(f"partial: {reason}" if self._windows else f"none: {reason}")
+            self._session.profiled()
+
+    def _boundary(self, started: int) -> None:
         session = self._session
         flags, session.interval.flags = session.interval.flags & ~self._usual, 0
         frames = session.frames_changed()
@@ -136,6 +157,9 @@ class Profiling:
 
     def interrupt(self) -> None:
         """Something other than training begins: what was recorded stands, and the window is opened again if need be."""
+        self._safely(self._interrupt)
+
+    def _interrupt(self) -> None:
         window = self._left[0] if self._left else None
         unusual = self._session.interval.flags & OTHER_THAN_TRAINING & ~self._usual
         if window is None or window.profile is None or not unusual:
@@ -152,7 +176,7 @@ class Profiling:
 
     def abandon(self, why: str) -> None:
         """Ends whatever is under way. What is complete stays."""
-        if self._state != "pending":
+        if self._state != PENDING:
             return
         for window in self._left[:1]:
             window.last = True
@@ -255,10 +279,11 @@ class Profiling:
         profile = torch_profiler.profile(
             use_cpu=window.kind != LIGHT,
             use_device="cuda" if self._on_cuda else None,
+            use_kineto=True,
             record_shapes=window.kind != LIGHT,
             with_stack=window.kind == STACKS,
         )
-        with self._as_ours(window):
+        with self._as_ours():
             profile.__enter__()
         window.profile = profile
         window.cost_ns += time.perf_counter_ns() - began
@@ -267,7 +292,7 @@ class Profiling:
     def _stop(self, window: _Window) -> None:
         began = time.perf_counter_ns()
         profile = window.profile
-        with self._as_ours(window):
+        with self._as_ours(lets_go=window.last):
             profile.__exit__(None, None, None)
         window.cost_ns += time.perf_counter_ns() - began
 
@@ -301,10 +326,13 @@ class Profiling:
         )
 
     @contextlib.contextmanager
-    def _as_ours(self, window: _Window) -> Iterator[None]:
-        """The profiler's own log is kept from the script's output; after the last window it lets go of the device."""
+    def _as_ours(self, *, lets_go: bool = False) -> Iterator[None]:
+        """The profiler's own log is kept from the script's output; after the last window it lets go of the device.
+
+        To be told so when it is started, too, has it record nothing of the device (seen with torch 2.11).
+        """
         variables = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "10")}
-        if self._on_cuda and window.last:
+        if self._on_cuda and lets_go:
             chosen = os.environ.get("TEARDOWN_CUPTI")
             self._torn_down = f"TEARDOWN_CUPTI={chosen}" if chosen else self._graphs_forbid()
             if self._torn_down is None:
@@ -342,7 +370,7 @@ class Profiling:
 
     def _first(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if not self._ours and self._state == "pending":
+            if not self._ours and self._state == PENDING:
                 self._session.guard(self._make_way)
             return original(*args, **kwargs)
 

@@ -711,12 +711,13 @@ class Session:
         self.leave_sole()
         self.phase = PROFILING
         self.brief = self.mode != "backward"  # hooks pass their calls on, but for the ends of steps
-        profiles = self.config.profile and self.profiling.begin()
-        self._write_later("complete")
-        if profiles:
-            self.roots.release()
-        else:
+        if not self.config.profile or not self.profiling.prepare():
+            self._write_later("complete")
             self._conclude()
+            return
+        self._write_later("complete")
+        self.roots.release()
+        self.profiling.begin()
 
     def profiled(self) -> None:
         """The profiled windows are over, or there are to be none after all."""

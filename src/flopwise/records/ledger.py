@@ -13,15 +13,19 @@ FAMILIES = {
     "ideal": "useful",
     "precision": "precision",
     "hardware": "hardware",
+    "ceiling": "hardware",
+    "clock": "hardware",
     "gemm_bytes": "memory",
     "gemm_excess": "memory",
     "gemm_unsplit": "unexplained",
     "recompute": "recompute",
+    "padding": "memory",
     "optimizer": "optimizer",
     "memory_bound": "memory",
     "memory_excess": "memory",
     "memory_unsplit": "memory",
     "comm_unsplit": "communication",
+    "contention": "communication",
     "exposed_copy": "pipeline",
     "idle_input": "pipeline",
     "idle_sync": "pipeline",
@@ -29,6 +33,7 @@ FAMILIES = {
     "idle_device": "pipeline",
     "idle_other": "pipeline",
     "unattributed": "unexplained",
+    "residual": "unexplained",
 }
 
 

@@ -59,6 +59,9 @@ class FlopCount:
     cross_check: str | None
     notes: list[str] = field(default_factory=list)
     micro_batches: int = 1  # backward passes in what was counted
+    repeated: dict[str, int] = field(
+        default_factory=dict
+    )  # executed dtype -> FLOPs of forwards that ran again, mask-aware
 
 
 @dataclass(frozen=True)

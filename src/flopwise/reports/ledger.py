@@ -14,15 +14,19 @@ WORDS = {
     "ideal": "useful work",
     "precision": "precision: slower dtype than 16 bit",
     "hardware": "hardware: what the device reaches",
+    "ceiling": "hardware: FLOPs a clock that it reaches",
+    "clock": "hardware: its clock",
     "gemm_bytes": "products: memory-bound",
     "gemm_excess": "products: above their floor",
     "gemm_unsplit": "products: device's rates not known",
     "recompute": "forward run again",
+    "padding": "padding",
     "optimizer": "optimizer",
     "memory_bound": "memory: bytes at full bandwidth",
     "memory_excess": "memory: above that",
     "memory_unsplit": "memory: shapes or bandwidth unknown",
     "comm_unsplit": "collectives: waiting and moving",
+    "contention": "compute slowed by collectives",
     "exposed_copy": "copies between host and device",
     "idle_input": "idle: waiting for data",
     "idle_sync": "idle: the host waited for the device",
@@ -30,6 +34,7 @@ WORDS = {
     "idle_device": "idle: between queued kernels",
     "idle_other": "idle: cause not seen",
     "unattributed": "operators without a known cost",
+    "residual": "residual: undisturbed step less all of these",
 }
 OPERATORS = 8
 CELLS = 20

@@ -113,6 +113,10 @@ def call_of(name: str, operands: Operands) -> Call:
     if names is None:
         raise LookupError(f"{name}: the names of its arguments are not known")
     found = arguments(operands)
+    if not name.startswith("aten::") and len(found) != len(names):
+        raise LookupError(
+            f"{name}: recorded with {len(found)} arguments where {len(names)} are known: another version of it"
+        )
     args: dict[str, object] = {}
     for label, value in zip(names, found, strict=False):
         args[label] = value.operand if isinstance(value, Tensor) else value

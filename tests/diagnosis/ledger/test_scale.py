@@ -14,7 +14,14 @@ def test_a_known_device() -> None:
     assert scale.rate("fp32") == 67e12
     assert scale.rate("fp8") == 1979e12
     assert scale.bandwidth_bytes_per_s == 4.8e12
-    assert scale.reached("bf16") == 1.0
+    assert scale.reached("bf16") == scale.reached("fp16") == 794.5 / 989.5
+    assert scale.reached("fp8") == 1453.4 / 1979
+    assert scale.reached("fp32") == 1.0  # nobody measured
+    assert (scale.phi, scale.eta) == (None, {})
+    assert scale.notes == (
+        "ceilings: bf16 794.5, fp8 1453.4 TFLOP/s, the best matrix products by stas00/ml-engineering@744d01e "
+        "compute/accelerator/README.md, MAMF",
+    )
     assert "h200-sxm" in reason
 
 
