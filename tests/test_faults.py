@@ -28,7 +28,7 @@ def test_a_run_is_measured_and_its_output_is_its_own(go: Go) -> None:
     assert done.record.exit_code == 0
     assert done.record.throughput.samples_per_step == 4
     assert sorted(p.name.partition("-")[0] for p in done.folder.iterdir()) == [
-        "attached", "launch.json", "ranks", "run.json",
+        "attached", "launch.json", "ranks", "report.html", "run.json",
     ]  # fmt: skip
 
 

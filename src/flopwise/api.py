@@ -17,6 +17,7 @@ from flopwise.launch.command import Job
 from flopwise.measurement import FIRST_REPORT_S, Measurement
 from flopwise.measurement.words import line, say, short
 from flopwise.records import store
+from flopwise.records.run import RunRecord
 
 
 def run_command(
@@ -28,12 +29,14 @@ def run_command(
     stop_after: bool = False,
     out: str | None = None,
     json_path: str | None = None,
+    html_path: str | None = None,
     peak: str | None = None,
     price: float | None = None,
     plan: str | None = None,
     force_plan: bool = False,
     quiet: bool = False,
     first_report_s: float = FIRST_REPORT_S,
+    profile: bool = True,
 ) -> int:
     """Runs and measures a job, prints the report to stderr, and returns the job's own exit code, -n for signal n.
 
@@ -49,11 +52,13 @@ def run_command(
     given_peak = parse_peak(peak) if peak is not None else None
     _check_price(price)
     check_json(json_path)
+    _check_target("--html", html_path)
     options: dict[str, Any] = {
         "command": command or ["flopwise", "run", *job.typed],
         "steps": steps,
         "warmup": warmup,
         "stop_after": stop_after,
+        "profile": profile,
     }
     notes = _apply(plan, job, options, force=force_plan) if plan is not None else []
     folder = folders.create(out, job.script, options)
@@ -68,7 +73,7 @@ def run_command(
     except UsageError:
         folders.discard(folder)
         raise
-    _finish(measurement, json_path)
+    _finish(measurement, json_path, html_path)
     return code
 
 
@@ -87,7 +92,7 @@ def _apply(plan: str, job: Job, options: dict[str, Any], *, force: bool) -> list
     return [f"the plan was applied by force: {difference}" for difference in differences]
 
 
-def _finish(measurement: Measurement, json_path: str | None) -> None:
+def _finish(measurement: Measurement, json_path: str | None, html_path: str | None) -> None:
     """Concludes, stores and reports. The job has ended: nothing that goes wrong here may change its exit code."""
     problems: list[str] = []
     try:
@@ -96,9 +101,10 @@ def _finish(measurement: Measurement, json_path: str | None) -> None:
         except FlopwiseError as error:
             problems.append(str(error))
         if measurement.record is not None:
-            if json_path is not None:
+            for write, path in ((write_json, json_path), (write_html, html_path)):
                 try:
-                    write_json(json_path, measurement.record)
+                    if path is not None:
+                        write(path, measurement.record)
                 except FlopwiseError as error:
                     problems.append(str(error))
             measurement.report(measurement.record)
@@ -137,11 +143,15 @@ def check_json(json_path: str | None) -> None:
     Raises:
         RunFolderError: it cannot.
     """
-    if json_path is None:
+    _check_target("--json", json_path)
+
+
+def _check_target(option: str, target: str | None) -> None:
+    if target is None:
         return
-    path = Path(json_path)
+    path = Path(target)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise RunFolderError(f"--json {json_path}: cannot be written there. Nothing was started")
+        raise RunFolderError(f"{option} {target}: cannot be written there. Nothing was started")
 
 
 def write_json(json_path: str, record: Any) -> None:
@@ -150,15 +160,15 @@ def write_json(json_path: str, record: Any) -> None:
     Raises:
         RunFolderError: it cannot be written.
     """
-    path = Path(os.path.realpath(json_path))
-    text = store.encode(record)
-    if not path.exists() or path.is_file():
-        store.write_text(path, text)
-        return
-    try:
-        with open(json_path, "w", encoding="utf-8") as stream:
-            stream.write(text)
-    except OSError as error:
-        raise RunFolderError(
-            f"--json {json_path}: cannot be written ({error.strerror or error})"
-        ) from error
+    store.put_text("--json", json_path, store.encode(record))
+
+
+def write_html(html_path: str, record: RunRecord) -> None:
+    """Writes the report of a run where --html says, as one HTML file.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    from flopwise.reports.html import render_html
+
+    store.put_text("--html", html_path, render_html(record))

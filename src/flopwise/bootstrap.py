@@ -51,6 +51,7 @@ def _attach(folder: str) -> None:
             stop_after=bool(options.get("stop_after")),
             count=not trial,
             telemetry=not trial,
+            profile=bool(options.get("profile")) and not trial,
         )
     )
     if options.get("apply"):

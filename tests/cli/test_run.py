@@ -30,7 +30,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_every_option_arrives(in_folder: Path, handed: list[Any]) -> None:
     (in_folder / "x.py").touch()
     line = shlex.split(
-        "run --steps 5 --warmup 0 --stop-after --out o --json j --peak 1T --price 2.5 --plan p --force-plan "
+        "run --steps 5 --warmup 0 --stop-after --out o --json j --html h --peak 1T --price 2.5 --plan p --force-plan "
         "--quiet x.py --steps 6"
     )
     assert main(line) == 7
@@ -38,7 +38,7 @@ def test_every_option_arrives(in_folder: Path, handed: list[Any]) -> None:
     assert job.argv == [sys.executable, "x.py", "--steps", "6"]
     assert options == {
         "command": ["flopwise", *line], "steps": 5, "warmup": 0, "stop_after": True, "out": "o",
-        "json_path": "j", "peak": "1T", "price": 2.5, "plan": "p", "force_plan": True, "quiet": True,
+        "json_path": "j", "html_path": "h", "peak": "1T", "price": 2.5, "plan": "p", "force_plan": True, "quiet": True,
     }  # fmt: skip
 
 

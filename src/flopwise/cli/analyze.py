@@ -37,6 +37,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--json", metavar="PATH", type=Path, help="write the ledger as JSON, too (- for stdout)"
     )
+    parser.add_argument("--html", metavar="PATH", help="write the report as one HTML file, too")
     parser.add_argument(
         "--width",
         metavar="N",
@@ -51,9 +52,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TraceError: the file cannot be read, or is no trace.
         LedgerError: it has no work of a device.
+        RunFolderError: the ledger or its report cannot be written.
         UsageError: the peak is no rate.
     """
-    from flopwise.diagnosis.ledger.build import ledger
+    from flopwise.diagnosis.ledger.build import Given, ledger
     from flopwise.hardware.accelerators import parse_peak
     from flopwise.records import store
     from flopwise.reports.stream import look, write
@@ -67,12 +69,17 @@ def run(args: argparse.Namespace) -> int:
     finally:
         if progress is not None:
             progress.end()
-    record = ledger(trace, args.device, peak=peak)
+    record = ledger(trace, args.device, Given(peak=peak))
     partial = trace.damage.ends_early is not None
+    saved = []
+    if args.html is not None:
+        from flopwise.reports.html import render_ledger_html
+
+        store.put_text("--html", args.html, render_ledger_html(record))
+        saved.append(args.html)
     if str(args.json) == "-":
         write(sys.stdout, store.encode(record))
         return int(partial)
-    saved = []
     if args.json is not None:
         store.write(args.json, record)
         saved.append(str(args.json))

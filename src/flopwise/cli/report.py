@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwise.errors import RecordError, RunFolderError
+from flopwise.errors import RecordError, RunFolderError, UsageError
 from flopwise.records import rank, store, verdict
 from flopwise.records import run as run_record
 
@@ -41,6 +41,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
     parser.add_argument(
+        "--html", metavar="PATH", help="write the report of a run as one HTML file, too"
+    )
+    parser.add_argument(
         "--width",
         metavar="N",
         type=_width,
@@ -54,25 +57,38 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         RunFolderError: there is no run at the path, or standard output cannot be written.
         RecordError: the record is damaged, of another version, or of another kind.
+        UsageError: --html of a tune.
     """
     from flopwise.reports.stream import look, write
     from flopwise.reports.terminal import render_run, render_tune
 
     record = load(args.record)
-    if args.json:
-        text = store.encode(record)
-    else:
-        seen = look(sys.stdout, width=args.width)
-        render: Any = render_run if isinstance(record, run_record.RunRecord) else render_tune
-        try:
+    try:
+        if args.html is not None:
+            _write_page(args.record, record, args.html)
+        if args.json:
+            text = store.encode(record)
+        else:
+            seen = look(sys.stdout, width=args.width)
+            render: Any = render_run if isinstance(record, run_record.RunRecord) else render_tune
             text = render(record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only)
-        except ArithmeticError as error:
-            raise RecordError(
-                f"{args.record}: holds a number that no run writes ({error}). It may have been edited; run again to "
-                "replace it"
-            ) from error
+    except ArithmeticError as error:
+        raise RecordError(
+            f"{args.record}: holds a number that no run writes ({error}). It may have been edited; run again to "
+            "replace it"
+        ) from error
     write(sys.stdout, text)
     return 0
+
+
+def _write_page(path: Path, record: run_record.RunRecord | verdict.TuneRecord, html: str) -> None:
+    from flopwise.reports.html import render_html
+
+    if not isinstance(record, run_record.RunRecord):
+        raise UsageError(
+            f"{path}: --html draws runs, and this is a tune. Give a run.json; nothing was written"
+        )
+    store.put_text("--html", html, render_html(record))
 
 
 def load(path: Path) -> run_record.RunRecord | verdict.TuneRecord:

@@ -31,9 +31,17 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--stop-after", action="store_true", help="end the script cleanly once it is measured"
     )
     parser.add_argument(
+        "--no-profile",
+        action="store_true",
+        help="time the steps only: no profiled windows after them, and so no ledger",
+    )
+    parser.add_argument(
         "--out", metavar="DIR", help="run folder (default: flopwise-runs/TIME-NAME)"
     )
     parser.add_argument("--json", metavar="PATH", help="write the run record there, too")
+    parser.add_argument(
+        "--html", metavar="PATH", help="write the HTML report there, too (it is in the run folder)"
+    )
     parser.add_argument(
         "--peak", metavar="RATE", help="peak FLOP/s of one device, e.g. 989.5T or bf16=989.5T"
     )
@@ -61,10 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
         stop_after=arguments.stop_after,
         out=arguments.out,
         json_path=arguments.json,
+        html_path=arguments.html,
         peak=arguments.peak,
         price=arguments.price,
         plan=arguments.plan,
         force_plan=arguments.force_plan,
         quiet=arguments.quiet,
+        profile=not arguments.no_profile,
     )
     return end_like(code)

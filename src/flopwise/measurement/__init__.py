@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -25,9 +26,10 @@ from flopwise.launch import folder as folders
 from flopwise.launch import process
 from flopwise.launch.command import Job
 from flopwise.measurement import ceilings
-from flopwise.measurement.words import say, short
+from flopwise.measurement.words import line, say, short
 from flopwise.records import rank as rank_records
 from flopwise.records import store
+from flopwise.records.ledger import LedgerRecord
 from flopwise.records.rank import RankRecord
 from flopwise.records.run import RunRecord
 
@@ -63,6 +65,7 @@ class Measurement:
     _looked: float = 0.0
     _seen: list[tuple[str, int, int]] = field(default_factory=list)
     _complete: bool = False
+    _ledger: tuple[Any, LedgerRecord | None, str | None] | None = None  # made of what, and how
     _known: list[RankRecord] = field(default_factory=list)  # as last read
 
     def __post_init__(self) -> None:
@@ -102,7 +105,7 @@ class Measurement:
         return code
 
     def conclude(self) -> RunRecord:
-        """Returns the run record and stores it as run.json in the run folder.
+        """Returns the run record and stores it as run.json in the run folder, with report.html beside it.
 
         Raises:
             NothingMeasuredError: no training step was timed.
@@ -114,8 +117,17 @@ class Measurement:
                 f"the run folder {self.folder} went away while the script ran, so nothing is stored there; the report "
                 "is of what had been read before. Give --out a folder that the script leaves alone"
             )
+        self._pack()
         store.write(self.folder / "run.json", self.record)
+        _write_page(self.folder / "report.html", self.record)
         return self.record
+
+    def _pack(self) -> None:
+        """Compresses the windows' traces; that they stay as they are costs nothing but room."""
+        from flopwise.measurement import ledgers
+
+        with contextlib.suppress(OSError):
+            ledgers.pack(self.folder, self.ranks())
 
     @property
     def overdue(self) -> bool:
@@ -155,7 +167,11 @@ class Measurement:
             color=seen.color,
             ascii_only=seen.ascii_only,
             next_command=self._next_command(record),
-            saved=[short(self.folder / "run.json")] if (self.folder / "run.json").exists() else [],
+            saved=[
+                short(self.folder / name)
+                for name in ("run.json", "report.html")
+                if (self.folder / name).exists()
+            ],
         )
         say(text.removesuffix("\n"))
 
@@ -222,7 +238,7 @@ class Measurement:
         if not ranks:
             return False
         ranks = summary.one_per_rank(ranks)
-        return len(ranks) >= ranks[0].world_size and all(r.status == "complete" for r in ranks)
+        return len(ranks) >= ranks[0].world_size and all(map(_is_done, ranks))
 
     def _summarise(self, *, final: bool) -> RunRecord:
         from flopwise import summary
@@ -252,7 +268,15 @@ class Measurement:
             if higher is not None:
                 context = replace(context, ceilings=higher, notes=notes)
                 record = summary.summarise(ranks, context)
-        return record
+        if not any(rank.profile is not None for rank in ranks):
+            return replace(record, ledger_reason="no windows were profiled (--no-profile)")
+        from flopwise.measurement import ledgers
+
+        ranks = summary.one_per_rank(ranks)
+        key = [rank.profile for rank in ranks], record.step_s, context.ceilings
+        if self._ledger is None or self._ledger[0] != key:
+            self._ledger = key, *ledgers.ledger_or_reason(record, ranks, self.folder, context)
+        return ledgers.with_ledger(record, *self._ledger[1:])
 
     def _interrupted(self) -> str | None:
         """Returns the name of the signal that ended the job, if one did."""
@@ -294,6 +318,22 @@ class Measurement:
     def _attached(self) -> int:
         """Returns in how many processes torch was imported and the meter attached."""
         return len(list(self.folder.glob("attached-*")))
+
+
+def _is_done(rank: RankRecord) -> bool:
+    """Returns whether a rank has nothing more to add."""
+    pending = rank.profile is not None and rank.profile.state == "pending"
+    return rank.status == "complete" and not pending
+
+
+def _write_page(path: Path, record: RunRecord) -> None:
+    """Writes the report of a record that is stored already: what goes wrong here is said, and costs nothing else."""
+    from flopwise.reports.html import render_html
+
+    try:
+        store.write_text(path, render_html(record))
+    except Exception as error:
+        say(line(f"flopwise: no {path.name}: {error}"))
 
 
 def _no_step(attached: int, ending: str | None) -> str:

@@ -17,6 +17,7 @@ class Config:
     stop_after: bool = False  # end the script once measured
     count: bool = True
     telemetry: bool = True
+    profile: bool = False  # profiled windows after the timed steps
     stride: int | None = None  # look closely at every n-th timed step; None: by rule
     default_steps: int = 50
     min_window_s: float = 5.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import dataclasses
 import json
 import math
@@ -13,7 +11,7 @@ import socket
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +31,7 @@ from flopwise.meter.rows import (
     Row,
 )
 from flopwise.records import rank as records
-from flopwise.records.rank import FlopCount, RankRecord, StepRow, Telemetry
+from flopwise.records.rank import FlopCount, Profile, RankRecord, StepRow, Telemetry
 from flopwise.records.store import write as write_record
 
 if TYPE_CHECKING:
@@ -43,10 +41,6 @@ WARMUP_RULE = (
     "warm-up ends after at least 5 steps and the FLOP count, when no step of the last two compiled anything and the "
     "last three agree within 25 % (or at step 20); leading steps above 1.5x the median of the rest are dropped too"
 )
-#: The step at which a script is ended that cannot be ended.
-NEVER = -1
-#: A rank that is to end waits this long at most for the others to come to the same step.
-LEAVING_S = 30.0
 #: Above this share of intervals an evaluation, a save or a loader start is part of the step, not a pause.
 PART_OF_THE_STEP_FRAC = 0.5
 
@@ -64,6 +58,7 @@ class Snapshot:
     steps_seen: int
     allocated_peak_bytes: int | None
     reserved_peak_bytes: int | None
+    profile: Callable[[], Profile] | None  # waits until the device has passed the last step
 
     @classmethod
     def of(cls, session: Session, status: str) -> Snapshot:
@@ -83,16 +78,28 @@ class Snapshot:
             if on_cuda
             else None,
             reserved_peak_bytes=torch.cuda.max_memory_reserved(session.device) if on_cuda else None,
+            profile=session.profiling.snapshot() if session.config.profile else None,
         )
 
 
-def write(snapshot: Snapshot) -> None:
-    """Writes the record of a snapshot into the run folder, if there is anything to tell."""
+def write(snapshot: Snapshot) -> RankRecord | None:
+    """Writes the record of a snapshot into the run folder and returns it; None where there is nothing to tell."""
     session = snapshot.session
     folder = session.config.folder
     if folder is None or (not snapshot.rows and not snapshot.steps_seen):
-        return
+        return None
     record = build(snapshot)
+    _put(record, folder)
+    return record
+
+
+def write_record_of(record: RankRecord, folder: str | None, profile: Profile) -> None:
+    """Writes a record again, with its profiled windows."""
+    if folder is not None:
+        _put(dataclasses.replace(record, profile=profile), folder)
+
+
+def _put(record: RankRecord, folder: str) -> None:
     ranks = Path(folder) / "ranks"
     ranks.mkdir(exist_ok=True)
     write_record(ranks / f"{record.host}-{record.pid}.json", record)
@@ -188,6 +195,7 @@ def build(snapshot: Snapshot) -> RankRecord:
         surroundings=session.surroundings.record(),
         several=several,
         draws_apart=session.draws_apart,
+        profile=snapshot.profile() if snapshot.profile is not None else None,
     )
 
 
@@ -418,104 +426,6 @@ def _launch() -> str:
     """Returns what tells one launch of several ranks from another, and one attempt of torchrun from the next."""
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
     return " ".join(os.environ.get(name, "-") for name in names)
-
-
-def agree_on_last_step(session: Session) -> int | None:
-    """Returns the step at which every rank ends the script, or None while that is not decided.
-
-    Each rank says in the run folder that it is done. Rank 0 decides once all of them are: on a step that lies ahead,
-    since the others only look there once a step. A rank that left earlier would have the rest wait for it for ever.
-    """
-    rank, world, _ = identity()
-    folder = _stop_folder(session)
-    if world == 1 or folder is None:
-        return session.boundaries.total
-    decision = folder / "step"
-    if rank == 0:
-        if any((folder / f"refused-{other}").exists() for other in range(1, world)):
-            _write_whole(decision, str(NEVER))
-            return NEVER
-        if all((folder / f"rank-{other}").exists() for other in range(1, world)):
-            stop = session.boundaries.total + _steps_ahead(session)
-            _write_whole(decision, str(stop))
-            return stop
-    else:
-        mine = folder / f"rank-{rank}"
-        if not mine.exists():
-            _write_whole(mine, "")
-        with contextlib.suppress(OSError, ValueError):
-            return int(decision.read_text(encoding="ascii"))
-    return None
-
-
-def refuse_to_stop(session: Session) -> None:
-    """Tells the other ranks that this one can no longer end the script with them: its meter has failed."""
-    rank, world, _ = identity()
-    folder = _stop_folder(session)
-    if world > 1 and session.config.stop_after and folder is not None:
-        _write_whole(folder / f"refused-{rank}", "")
-        if rank == 0 and not (folder / "step").exists():
-            _write_whole(folder / "step", str(NEVER))
-
-
-def refused(session: Session) -> bool:
-    """Returns whether a rank's meter has failed meanwhile: it would wait for ever for the ranks that leave."""
-    folder = _stop_folder(session)
-    return folder is not None and folder.is_dir() and any(folder.glob("refused-*"))
-
-
-def leave_together(session: Session) -> None:
-    """Waits until every rank has come to the step at which they end, and has the process group end with the process.
-
-    The first to exit closes connections over which another may still be finishing the last collective of that step;
-    and a process group that nobody destroys can abort the process at its exit (seen with Gloo).
-    """
-    rank, world, _ = identity()
-    folder = _stop_folder(session)
-    if world == 1 or folder is None:
-        return
-    if session.device.type == "cuda":
-        torch.cuda.synchronize(session.device)
-    deadline = time.monotonic() + LEAVING_S
-    with contextlib.suppress(OSError):
-        _write_whole(folder / f"left-{rank}", "")
-        while not all((folder / f"left-{other}").exists() for other in range(world)):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.005)
-    atexit.register(_destroy_process_group)
-
-
-def _destroy_process_group() -> None:
-    with contextlib.suppress(Exception):
-        if torch.distributed.is_initialized():  # the script may have done it while it unwound
-            torch.distributed.destroy_process_group()
-
-
-def _stop_folder(session: Session) -> Path | None:
-    if session.config.folder is None:
-        return None
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    folder = Path(session.config.folder) / f"stop-{attempt}"
-    if identity()[1] > 1:
-        folder.mkdir(exist_ok=True)
-    return folder
-
-
-def _steps_ahead(session: Session) -> int:
-    """Returns how many steps ahead the end lies: over a network a new file may stay unseen for a minute."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or identity()[1])
-    if local >= identity()[1] or len(session.rows) < 2:
-        return 5
-    rows = session.rows
-    step_s = (rows[-1].end_ns - rows[0].end_ns) * 1e-9 / (len(rows) - 1)
-    return max(5, math.ceil(60 / max(step_s, 1e-3)))
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="ascii")
-    temporary.replace(path)
 
 
 def _finite(losses: Sequence[torch.Tensor]) -> list[float]:

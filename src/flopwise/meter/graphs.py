@@ -24,6 +24,7 @@ class Graphs:
     def __init__(self, session: Session) -> None:
         self._session = session
         self.capturing = False
+        self.seen = False  # any was captured, torch.compile's own included
         self.counts: dict[int, FlopCount] = {}  # of graphs with an optimizer step, by number
         self._numbers: dict[int, int] = {}  # id of a graph object -> its number
         self._holds_step = False
@@ -47,6 +48,7 @@ class Graphs:
 
     def _begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def capture_begin(graph: Any, *args: Any, **kwargs: Any) -> Any:
+            self.seen = True
             if self._session.live and not _called_by_inductor():
                 self._session.leave_sole()
                 self.capturing = True

@@ -205,7 +205,7 @@ class Hooks:
             if not session.live:
                 return original(iterator)
             entered = now()
-            if session.brief and torch.is_grad_enabled():
+            if session.takes_waits and torch.is_grad_enabled():
                 batch = original(iterator)
                 session.waits.append((entered, now()))
                 return batch
@@ -225,7 +225,7 @@ class Hooks:
         apart = session.trainers.is_other()
         if not torch.is_grad_enabled():
             if not apart:
-                interval.flags |= EVALUATION
+                session.paused(EVALUATION)
                 interval.pause_ns += left - entered
             return
         if apart:
@@ -254,6 +254,8 @@ class Hooks:
                 return original(loader)
             entered = now()
             training = torch.is_grad_enabled()
+            if _starts_workers(loader):  # which would be profiled for as long as they live
+                session.paused(EPOCH if training else EVALUATION)
             iterator = (
                 session.surroundings.start_loader(original, loader)
                 if training
@@ -294,7 +296,7 @@ class Hooks:
             def flagged(*args: Any, **kwargs: Any) -> Any:
                 if not session.live:
                     return original(*args, **kwargs)
-                session.interval.flags |= flag
+                session.paused(flag)
                 entered = now()
                 try:
                     return original(*args, **kwargs)
@@ -304,6 +306,11 @@ class Hooks:
             return flagged
 
         return wrap
+
+
+def _starts_workers(loader: Any) -> bool:
+    kept = loader.persistent_workers and getattr(loader, "_iterator", None) is not None
+    return bool(loader.num_workers) and not kept
 
 
 def _replica(original: Wrapped) -> Wrapped:

@@ -1,7 +1,8 @@
 """The meter of one training process: it attaches, finds steps, times them, counts FLOPs, and takes itself out again.
 
 Life of a session: *warm-up* (steps are found, the root modules are looked up, FLOPs are counted once) -> *timed*
-(nothing but clock reads and CUDA events) -> *done* (every hook is undone, the record is written). Nothing here
+(nothing but clock reads and CUDA events) -> *profiled* (windows of a profiler, if they were asked for) -> *done* (every
+hook is undone, the record is written). Nothing here
 synchronises with the device. Whatever fails in here is caught, reported once and ends the measurement, never the run.
 """
 
@@ -24,7 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flopwise.errors import NothingMeasuredError
-from flopwise.meter import ending, finish, marks, selftest
+from flopwise.meter import agreement, ending, finish, marks, selftest
 from flopwise.meter.clock import DeviceClock
 from flopwise.meter.config import Config, StopTraining
 from flopwise.meter.counting import Counting
@@ -34,6 +35,7 @@ from flopwise.meter.graphs import Graphs
 from flopwise.meter.hooks import Hooks
 from flopwise.meter.own_cost import call_cost_ns
 from flopwise.meter.patches import Patches, never_compiled
+from flopwise.meter.profiling import Profiling
 from flopwise.meter.reads import Reads
 from flopwise.meter.roots import Roots
 from flopwise.meter.rows import (
@@ -49,10 +51,17 @@ from flopwise.meter.steps import Boundaries
 from flopwise.meter.surroundings import Surroundings
 from flopwise.meter.trainers import Trainers
 from flopwise.meter.window import Window
+from flopwise.records.rank import RankRecord
 
 now = time.perf_counter_ns
 
-WARMUP, MEASURING, STOPPING, DONE = "warm-up", "timed", "stopping", "done"
+WARMUP, MEASURING, PROFILING, STOPPING, DONE = (
+    "warm-up",
+    "timed",
+    "profiled",
+    "stopping",
+    "done",
+)
 #: A first record is written when this many steps are timed, so that a killed run still leaves one.
 FIRST_RECORD_STEPS = 10
 #: Short steps are looked at closely (phases, shapes, device time) once in this many ns, and only counted in between:
@@ -102,6 +111,7 @@ class Session:
         self.reads = Reads(self)
         self.surroundings = Surroundings(self)
         self.trainers = Trainers(self)
+        self.profiling = Profiling(self)
         self.stepper = (
             0  # thread of the last optimizer step, a thread of autograd's maybe; -1: several train
         )
@@ -145,6 +155,7 @@ class Session:
         self._warned = False
         self._own_call_ns = 0
         self._writers: list[threading.Thread] = []
+        self._built: RankRecord | None = None  # the record of the timed steps
         self._stop_at: int | None = None
 
     # ------------------------------------------------------------------ attach, detach
@@ -194,6 +205,7 @@ class Session:
             marks.current = None
         self.fresh.forget()
         for part in (
+            self.profiling.leave,
             self.surroundings.close,
             self.counting.check,
             self.counting.abandon,
@@ -238,6 +250,17 @@ class Session:
         ):
             self.mode = "backward"
             self.boundaries.total += 1  # the last one, which no later backward has closed
+
+    def paused(self, flag: int) -> None:
+        """Something else than training begins in the running step: an evaluation, a save, a loader's start."""
+        self.interval.flags |= flag
+        if self.phase == PROFILING:
+            self.guard(self.profiling.interrupt)
+
+    @property
+    def takes_waits(self) -> bool:
+        """Whether of the waits for data only the times are taken."""
+        return self.brief or self.phase == PROFILING
 
     def note(self, text: str) -> None:
         """Keeps a remark for the report, once."""
@@ -292,7 +315,7 @@ class Session:
                 identity = self._identify(optimizer)
             settled = self.boundaries.settled
             ends = self.boundaries.feed(identity)
-            if self.boundaries.settled != settled:
+            if self.boundaries.settled != settled and self.is_measuring:
                 self.leave_sole()
                 self._align_rows()
                 if settled:
@@ -316,7 +339,7 @@ class Session:
         except Exception as error:
             self.fail(error)
             return
-        if self.mode != "replay":
+        if self.mode != "replay" and self.is_measuring:
             self.leave_sole()
             self.mode = "replay"
             self.boundaries.close()
@@ -469,9 +492,7 @@ class Session:
         """The end of a step that is only counted."""
         interval = self.interval
         flags = interval.flags
-        frames = frames_compiled()
-        if frames != self._frames:
-            self._frames = frames
+        if self.frames_changed():
             flags |= COMPILED
         self.rows.append(Brief(started, flags | TIMED, interval.found_inf))
         if flags or interval.found_inf is not None:
@@ -482,6 +503,12 @@ class Session:
         if self._until_close <= 0 or self._timed + 1 >= self._target:
             self.brief = False
         self._brief_own_ns += now() - started
+
+    def frames_changed(self) -> bool:
+        """Returns whether Dynamo has compiled something since it was asked last."""
+        frames, before = frames_compiled(), self._frames
+        self._frames = frames
+        return frames != before
 
     def brief_own_ns(self, rows: Sequence[Row | Brief]) -> int:
         """Returns what our hooks cost over all steps that were only counted: five of them are passed in each."""
@@ -505,7 +532,9 @@ class Session:
         return max(1, stride)
 
     def _boundary(self, started: int) -> None:
-        if self.brief:
+        if self.phase == PROFILING:
+            self.profiling.boundary(started)
+        elif self.brief:
             self._brief_boundary(started)
         else:
             with self.trainers.lock:
@@ -527,10 +556,8 @@ class Session:
                 self._clock = DeviceClock(self.device)
             event = self._clock.stamp()
         counted = self.counting.step_ended()
-        frames = frames_compiled()
         flags = interval.flags
-        if frames != self._frames:
-            self._frames = frames
+        if self.frames_changed():
             flags |= COMPILED
         if self.phase == MEASURING:
             flags |= TIMED
@@ -681,6 +708,26 @@ class Session:
         self.window.close()
         self.surroundings.close()
         self.counting.check()
+        self.leave_sole()
+        self.phase = PROFILING
+        self.brief = self.mode != "backward"  # hooks pass their calls on, but for the ends of steps
+        if not self.config.profile or not self.profiling.prepare():
+            self._write_later("complete")
+            self._conclude()
+            return
+        self._write_later("complete")
+        self.roots.release()
+        self.profiling.begin()
+
+    def profiled(self) -> None:
+        """The profiled windows are over, or there are to be none after all."""
+        if self.phase == PROFILING:
+            self._write_profile()
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Nothing more is measured: the meter leaves, or ends the script if it was asked to."""
+        self.brief = False
         several = self.trainers.several is not None
         if self.config.stop_after and not several:
             self.phase = STOPPING
@@ -688,24 +735,24 @@ class Session:
         else:
             if self.config.stop_after:
                 self.note("--stop-after: several threads train, so the script was not ended")
-                finish.refuse_to_stop(self)
+                agreement.refuse(self, agreement.STOP)
             self.detach()
-        self._write_later("complete")
 
     def _stop_if_due(self) -> None:
         """Ends the script at the step that all ranks have agreed on."""
         if self._stop_at is None:
-            self._stop_at = finish.agree_on_last_step(self)
-        if self._stop_at == finish.NEVER:
+            agreed = agreement.agree(self, agreement.STOP)
+            self._stop_at = None if agreed is None else agreed.step
+        if self._stop_at == agreement.NEVER:
             self.note("--stop-after: another rank is not measured, so the script was not ended")
             self.detach()
         elif self._stop_at is not None and self.boundaries.total >= self._stop_at:
-            refused = finish.refused(self)
+            refused = agreement.refused(self, agreement.STOP)
             self.detach()
             if refused:
                 self.note("--stop-after: another rank's meter failed, so the script was not ended")
                 return
-            finish.leave_together(self)
+            agreement.leave_together(self)
             ending.end_script(self.trainers.thread, self.config.folder)
 
     # ------------------------------------------------------------------ the record
@@ -727,17 +774,37 @@ class Session:
         try:
             if before is not None:  # in order: an earlier record must not replace a later one
                 before.join()
-            finish.write(snapshot)
+            self._built = finish.write(snapshot)
             if self.config.stop_after and self.enough and self.trainers.several is not None:
                 ending.leave_sign(self.config.folder, "several threads train")
         except Exception as error:
             self._complain(error)
+
+    def _write_profile(self) -> None:
+        """Adds the profiled windows to the record of the timed steps, on a thread of its own."""
+        before, profile = list(self._writers), self.profiling.snapshot()
+
+        def write() -> None:
+            try:
+                for thread in before:
+                    thread.join()
+                if self._built is not None:
+                    finish.write_record_of(self._built, self.config.folder, profile())
+            except Exception as error:
+                self._complain(error)
+
+        thread = threading.Thread(target=write, name="flopwise-record", daemon=True)
+        self._writers.append(thread)
+        thread.start()
 
     def close(self) -> None:
         """Writes what was measured when the process ends before the measurement was complete."""
         if os.getpid() != self.pid:
             return
         try:
+            if self.phase == PROFILING and self.live:
+                self.profiling.abandon("the script ended first")
+                self.profiled()
             for thread in self._writers:
                 thread.join(timeout=20)
             if self.phase in (WARMUP, MEASURING) and self.live:
@@ -757,6 +824,7 @@ class Session:
         self.pid = os.getpid()
         if not self._begun:
             return
+        self.profiling.forget()
         self.rows = []  # there is nothing to be told about them, so nobody needs to look around
         self.detach()
         child = Session(self.config)
@@ -790,7 +858,9 @@ class Session:
         self.detach()
         self._complain(error)
         with contextlib.suppress(Exception):
-            finish.refuse_to_stop(self)
+            for purpose in (agreement.PROFILE, agreement.STOP):
+                if purpose == agreement.PROFILE or self.config.stop_after:
+                    agreement.refuse(self, purpose)
 
     def _complain(self, error: BaseException) -> None:
         if self._warned:

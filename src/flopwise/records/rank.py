@@ -88,6 +88,31 @@ class Telemetry:
 
 
 @dataclass(frozen=True)
+class ProfiledWindow:
+    """One profiled window. Times are ns since 1970, as the trace has them."""
+
+    kind: str  # "light": device activities | "heavy": operators and shapes | "stacks": Python, too
+    file: str  # the trace, below the run folder; "" where none was written
+    marks_ns: list[int]  # ends of steps on the host; the first is where the window was opened
+    flags: list[int]  # of each step between two marks: 0, or what it held that is no training
+    lead: int  # leading steps that are not to be counted
+    waits_ns: list[tuple[int, int]]  # stretches in which a batch was waited for
+    cost_ns: int  # what opening it, closing it and writing the trace took, once
+    bytes: int = 0  # of the file
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The profiled windows after the timed steps, and the steps after them."""
+
+    state: str  # "pending" | "done" | "none: why" | "partial: why"
+    windows: list[ProfiledWindow] = field(default_factory=list)
+    after_ns: list[int] = field(default_factory=list)  # steps timed once the profiler was gone
+    after_clock: str | None = None  # "cuda events" | "host clock"
+    torn_down: str | None = None  # whether the profiler's hold on the device was given up, in words
+
+
+@dataclass(frozen=True)
 class RankRecord:
     """One process's measurement."""
 
@@ -136,3 +161,4 @@ class RankRecord:
         None  # several threads trained, and only step ends are known: what was seen; None: one
     )
     draws_apart: bool = False  # batches were drawn in a thread that did not train
+    profile: Profile | None = None  # None: windows were not asked for

@@ -85,6 +85,25 @@ def write_text(path: Path, text: str) -> None:
         ) from error
 
 
+def put_text(option: str, path: str, text: str) -> None:
+    """Writes text where an option says; a pipe or a device is written to, never replaced by a file.
+
+    Raises:
+        RunFolderError: it cannot be written; `option` names the place.
+    """
+    target = Path(os.path.realpath(path))
+    if not target.exists() or target.is_file():
+        write_text(target, text)
+        return
+    try:
+        with open(path, "w", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError as error:
+        raise RunFolderError(
+            f"{option} {path}: cannot be written ({error.strerror or error})"
+        ) from error
+
+
 def read(path: Path, kind: type[T], schema: str) -> T:
     """Returns the record stored at `path`, checked field by field.
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from flopwise.records.run import Env, RunRecord, Steps
-from flopwise.reports import figures, run_findings, run_mfu, run_tables
+from flopwise.reports import figures, ledger, run_findings, run_mfu, run_tables
 from flopwise.reports.figures import percent
 from flopwise.reports.screen import WARN, Piece, Screen
 
@@ -22,6 +22,11 @@ def draw(screen: Screen, record: RunRecord, next_command: str | None, saved: Seq
     _head(screen, record)
     screen.blank()
     _results(screen, record)
+    screen.blank()
+    if record.ledger is not None:
+        ledger.draw_live(screen, record.ledger)
+    elif record.ledger_reason:
+        screen.flow("ledger", ["none", record.ledger_reason])
     screen.blank()
     run_findings.findings(screen, record)
     screen.blank()
@@ -51,21 +56,21 @@ def command_line(command: Sequence[str], verb: str) -> str:
 
 def _head(screen: Screen, record: RunRecord) -> None:
     steps = record.steps
-    facts: list[Piece] = [_devices(record.env), f"torch {record.env.torch}"]
+    facts: list[Piece] = [devices(record.env), f"torch {record.env.torch}"]
     if len(record.ranks) > 1:
         facts.append(f"{len(record.ranks)} ranks")
     facts.append(f"{figures.counted(steps.timed, 'step')} timed of {steps.total}")
-    dropped = _dropped(steps)
-    if dropped:
-        facts.append(f"dropped: {dropped}")
+    if left_out := dropped(steps):
+        facts.append(f"dropped: {left_out}")
     screen.heading((command_line(record.command, "run"), "bold"), facts)
-    for warning in _ending(record):
+    for warning in endings(record):
         screen.line((warning, "bold red"))
     if record.plan is not None:
         screen.line(f"with the plan {record.plan}")
 
 
-def _devices(env: Env) -> str:
+def devices(env: Env) -> str:
+    """Returns what the steps ran on, in words."""
     if env.gpus:
         return ", ".join(f"{n} x {name}" for name, n in Counter(env.gpus).items())
     if env.device_type != "cpu":
@@ -73,7 +78,8 @@ def _devices(env: Env) -> str:
     return f"{env.cpu}, {figures.counted(env.cpu_threads, 'thread')} on {env.cpu_cores} cores"
 
 
-def _dropped(steps: Steps) -> str:
+def dropped(steps: Steps) -> str:
+    """Returns how many steps were left out, by why; "" for none."""
     parts = [
         (steps.dropped_warmup, "warm-up (set by hand)" if steps.by_hand else "warm-up"),
         (steps.dropped_compile, "compiling"),
@@ -83,7 +89,8 @@ def _dropped(steps: Steps) -> str:
     return ", ".join(f"{n} {why}" for n, why in parts if n)
 
 
-def _ending(record: RunRecord) -> list[str]:
+def endings(record: RunRecord) -> list[str]:
+    """Returns how the run ended, where there is something to say about it."""
     code = record.exit_code
     if not record.complete and code is None:
         return ["first report: the script still runs"]
@@ -110,25 +117,27 @@ def _results(screen: Screen, record: RunRecord) -> None:
     screen.flow(
         "step",
         [
-            (_interval(record), "bold"),
+            (interval(record), "bold"),
             f"median {figures.duration(time.median)}",
             f"p10 {figures.duration(time.p10)}, p90 {figures.duration(time.p90)}",
             time.source,
         ],
     )
-    screen.flow("throughput", _throughput(record))
-    screen.flow("energy", _energy(record))
-    screen.flow("cost", _cost(record))
+    screen.flow("throughput", throughput(record))
+    screen.flow("energy", energy(record))
+    screen.flow("cost", cost(record))
 
 
-def _interval(record: RunRecord) -> str:
+def interval(record: RunRecord) -> str:
+    """Returns the mean step with its interval."""
     time = record.step_s
     if time.ci95 is None:
         return f"{figures.duration(time.mean)}, one step, so no interval"
     return f"{figures.plus_minus(time.mean, time.ci95)} (95 %)"
 
 
-def _throughput(record: RunRecord) -> list[Piece]:
+def throughput(record: RunRecord) -> list[Piece]:
+    """Returns the work per second, and what it was counted from."""
     work = record.throughput
     items: list[Piece] = []
     if work.samples_per_s is not None:
@@ -151,7 +160,8 @@ def _throughput(record: RunRecord) -> list[Piece]:
     return items
 
 
-def _energy(record: RunRecord) -> list[Piece]:
+def energy(record: RunRecord) -> list[Piece]:
+    """Returns joules and watts, or why they were not measured."""
     energy = record.energy
     items: list[Piece] = []
     if energy.j_per_sample is not None:
@@ -170,7 +180,8 @@ def _energy(record: RunRecord) -> list[Piece]:
     return items
 
 
-def _cost(record: RunRecord) -> list[Piece]:
+def cost(record: RunRecord) -> list[Piece]:
+    """Returns money, where a price was given."""
     cost = record.cost
     if cost.usd_per_device_hour is None:
         return []
@@ -205,10 +216,11 @@ def _basis(screen: Screen, record: RunRecord) -> None:
             own.method,
         ],
     )
-    screen.flow("steps", _steps(record.steps))
+    screen.flow("steps", step_rule(record.steps))
 
 
-def _steps(steps: Steps) -> list[Piece]:
+def step_rule(steps: Steps) -> list[Piece]:
+    """Returns what ends a step and which steps count."""
     items: list[Piece] = [f"a step ends with: {steps.boundary}"]
     if steps.micro_batches is not None and steps.micro_batches != 1:
         items.append(figures.number(steps.micro_batches, "micro-batches a step"))
@@ -228,14 +240,14 @@ def _surroundings(screen: Screen, record: RunRecord) -> None:
         times = f"{pause.kind.replace('_', ' ')}, {pause.count} x"
         total = f"{figures.duration(pause.total_s)} in all"
         screen.flow("" if at else "kept apart", [times, total, pause.evidence])
-    screen.flow("memory", _memory(record))
+    screen.flow("memory", memory(record))
     if record.env.device_type != "cpu":
-        screen.flow("clocks", _clocks(record))
+        screen.flow("clocks", clocks(record))
     if record.patches:
-        screen.flow("hooks", [f"{figures.few(record.patches, 6)} ({_state_of_hooks(record)})"])
+        screen.flow("hooks", [f"{figures.few(record.patches, 6)} ({state_of_hooks(record)})"])
 
 
-def _state_of_hooks(record: RunRecord) -> str:
+def state_of_hooks(record: RunRecord) -> str:
     """Returns whether the hooks are out again, as far as it is known: a process that was killed cannot tell."""
     if any(note.startswith(NOT_UNDONE) for note in record.notes):
         return "not all undone, see the notes"
@@ -246,7 +258,8 @@ def _state_of_hooks(record: RunRecord) -> str:
     return "whether they were undone is not known: the measurement was not complete"
 
 
-def _memory(record: RunRecord) -> list[Piece]:
+def memory(record: RunRecord) -> list[Piece]:
+    """Returns peaks of memory."""
     memory = record.memory
     items: list[Piece] = []
     if memory.allocated_peak_bytes is not None:
@@ -258,7 +271,8 @@ def _memory(record: RunRecord) -> list[Piece]:
     return [*items, f"host process {figures.size(memory.host_rss_peak_bytes)}"]
 
 
-def _clocks(record: RunRecord) -> list[Piece]:
+def clocks(record: RunRecord) -> list[Piece]:
+    """Returns clocks, temperature, limits, and what held the device back."""
     clocks = record.clocks
     items: list[Piece] = []
     if clocks.sm_mhz is not None:

@@ -15,9 +15,9 @@ def host(screen: Screen, record: RunRecord) -> None:
     phases = record.phases
     screen.line(("where the host spends the step", "bold"))
     cells = min(max(screen.width - 46, 6), 40)
-    whole_s = sum(seconds or 0.0 for _, seconds in _phases(phases))
+    whole_s = sum(seconds or 0.0 for _, seconds in host_phases(phases))
     rows: list[list[Piece]] = []
-    for name, seconds in _phases(phases):
+    for name, seconds in host_phases(phases):
         if seconds is None:
             rows.append([name, ("inside other", "dim"), "", ""])
             continue
@@ -35,7 +35,8 @@ def host(screen: Screen, record: RunRecord) -> None:
     screen.flow("verdict", [(phases.verdict, "bold yellow")] if phases.verdict else [])
 
 
-def _phases(phases: Phases) -> list[tuple[str, float | None]]:
+def host_phases(phases: Phases) -> list[tuple[str, float | None]]:
+    """Returns the phases by name, in seconds a step; None: part of "other"."""
     return [
         ("data wait", phases.data_s),
         ("forward", phases.forward_s),

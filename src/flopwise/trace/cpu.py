@@ -63,7 +63,7 @@ def steps(events: Events, pieces: Launches) -> Steps:
     last = events.name_of(int(calls[-1])) if len(calls) else ""
     ends = [int(events.end_ns[row]) for row in calls if events.name_of(int(row)) == last]
     if len(ends) >= 2:
-        edges = np.asarray(ends, np.int64)
+        edges = np.maximum.accumulate(np.asarray(ends, np.int64))
         return Steps(edges, edges, "optimizer", first_from_mark=False)
     edges = np.asarray([pieces.start_ns.min(), pieces.end_ns.max()], np.int64)
     return Steps(edges, edges, "whole trace", first_from_mark=True)
@@ -77,10 +77,12 @@ def attribute(events: Events, gaps: Spans) -> IdleTime:
     for row in loading.tolist():
         low = int(events.start_ns[row])
         inside = intervals.clip(left, low, low + int(events.duration_ns[row]))
+        for start, end in zip(inside.start.tolist(), inside.end.tolist(), strict=True):
+            out.add(INPUT, start, end, row)
         if inside:
-            out.add(INPUT, inside.total_ns, row)
             left = intervals.subtract(left, inside)
-    out.add(LAUNCH, left.total_ns)
+    for start, end in zip(left.start.tolist(), left.end.tolist(), strict=True):
+        out.add(LAUNCH, start, end)
     return out
 
 

@@ -8,6 +8,7 @@ for the device, or it ran operators and Python.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -69,19 +70,48 @@ class Blocked:
     cause: str  # INPUT or SYNC
 
 
+class Piece(NamedTuple):
+    """A stretch of idle time of one cause."""
+
+    start_ns: int
+    end_ns: int
+    cause: str
+    row: int  # of the host event that it is put down to, -1: of none
+
+
 @dataclass
 class IdleTime:
     """The idle time of one window by cause, in nanoseconds; the causes sum to the window's idle time."""
 
     by_cause: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0))
     by_row: dict[int, int] = field(default_factory=dict)  # of a blocking event -> what it caused
+    pieces: list[Piece] = field(default_factory=list)  # the same time, disjoint
 
-    def add(self, cause: str, ns: int, row: int | None = None) -> None:
+    def add(self, cause: str, start_ns: int, end_ns: int, row: int = -1) -> None:
         """Books a part of a gap."""
-        if ns > 0:
-            self.by_cause[cause] += ns
-            if row is not None:
-                self.by_row[row] = self.by_row.get(row, 0) + ns
+        if end_ns > start_ns:
+            self.pieces.append(Piece(start_ns, end_ns, cause, row))
+            self.by_cause[cause] += end_ns - start_ns
+            if row >= 0 and cause in (INPUT, SYNC):
+                self.by_row[row] = self.by_row.get(row, 0) + end_ns - start_ns
+
+    def fill(
+        self, low: int, high: int, since: int, parts: tuple[tuple[str, int, int], ...]
+    ) -> None:
+        """Books parts (cause, nanoseconds, row) one after the other on what the pieces from `since` on leave of a gap."""
+        bounds = [low]
+        for piece in self.pieces[since:]:
+            bounds += piece[:2]
+        bounds.append(high)
+        hole, at = 0, low
+        for cause, ns, row in parts:
+            while ns > 0:
+                taken = min(ns, bounds[hole + 1] - at)
+                self.add(cause, at, at + taken, row)
+                at, ns = at + taken, ns - taken
+                if ns > 0:
+                    hole += 2
+                    at = bounds[hole]
 
 
 class Host:
@@ -135,13 +165,13 @@ def attribute(host: Host, gaps: Spans) -> IdleTime:
     for low, high in zip(gaps.start.tolist(), gaps.end.tolist(), strict=True):
         at = int(np.searchsorted(starts, high))
         if at >= len(starts) or starts[at] != high:
-            out.add(OTHER, high - low)
+            out.add(OTHER, low, high)
             continue
         k = int(order[at])
         launched = min(int(work.launched_ns[k]), high)  # later only where clocks disagree
         call = int(work.runtime[k])
         if call < 0:
-            out.add(OTHER, high - low)
+            out.add(OTHER, low, high)
             continue
         call_end = launched + int(host.events.duration_ns[call])
         if launched <= low:
@@ -149,10 +179,11 @@ def attribute(host: Host, gaps: Spans) -> IdleTime:
             if debt and not late:
                 debt = 0
             cause = LAUNCH if late else DEVICE
-            out.add(cause, high - low)
+            out.add(cause, low, high, call if late else -1)
             continue
         if debt and _refilled(work, order, starts, paid_until, low):
             debt = 0
+        booked = len(out.pieces)
         rest = _host_part(host, low, launched, out)
         for one in host.blocked_within(paid_until, launched):
             if one.cause == SYNC and paid_until < one.end_ns <= launched:
@@ -160,12 +191,11 @@ def attribute(host: Host, gaps: Spans) -> IdleTime:
                 debt, debtor = max(0, one.end_ns - one.start_ns - inside), one.row
         paid_until = launched
         made_up = min(debt, rest + high - launched)
-        out.add(SYNC, made_up, debtor if made_up else None)
         debt -= made_up
         tail = rest + high - launched - made_up
         unseen = min(tail, _unseen(host, low, launched))
-        out.add(OTHER, unseen)
-        out.add(LAUNCH, tail - unseen)
+        parts = (SYNC, made_up, debtor), (OTHER, unseen, -1), (LAUNCH, tail - unseen, call)
+        out.fill(low, high, booked, parts)
     return out
 
 
@@ -178,7 +208,7 @@ def _host_part(host: Host, low: int, launched: int, out: IdleTime) -> int:
         if end <= start:
             continue
         rest += start - at
-        out.add(one.cause, end - start, one.row)
+        out.add(one.cause, start, end, one.row)
         at = end
     return rest + launched - at
 
@@ -192,6 +222,8 @@ def _refilled(work: Launches, order: Ints, starts: Ints, since: int, until: int)
 
 def _unseen(host: Host, low: int, high: int) -> int:
     """Returns how much of a stretch lies in holes without any event of the driving threads."""
+    if high - low < UNSEEN_NS:
+        return 0
     holes = intervals.complement(host.seen, low, high)
     length = holes.end - holes.start
     return int(length[length >= UNSEEN_NS].sum())

@@ -74,6 +74,23 @@ def steps(events: Events, work: Launches) -> Steps:
     return Steps(bounds, bounds, "whole trace", first_from_mark=True)
 
 
+def steps_at(work: Launches, marks_ns: npt.NDArray[np.int64]) -> Steps:
+    """Returns the steps of a trace whose ends on the host are known, shape (n + 1,), in the time of the trace.
+
+    On the device each ends with the last work that was launched before. When the device began the first one is not
+    known: what was launched before the recording is not in it.
+    """
+    order = np.argsort(work.launched_ns, kind="stable")
+    ends = np.maximum.accumulate(work.end_ns[order]) if len(order) else work.end_ns
+    before = np.searchsorted(work.launched_ns[order], marks_ns)
+    bounds = marks_ns.copy()
+    some = before > 0
+    bounds[some] = ends[before[some] - 1]
+    return Steps(
+        np.maximum.accumulate(bounds), marks_ns, "the run's own marks", first_from_mark=True
+    )
+
+
 def finished(found: Steps, work: Launches) -> Steps:
     """Returns the steps of a file that was cut without the one in which its work ends; all where no other is left."""
     n = int((found.bounds_ns[1:] < work.end_ns.max()).sum())

@@ -134,6 +134,27 @@ class Events:
             parts[column.name] = value[rows] if isinstance(value, np.ndarray) else value
         return Events(**parts)
 
+    def with_ranges(self, name: str, kind: Kind, lane: int, ranges_ns: Ints) -> Events:
+        """Returns the table with host ranges added, shape (m, 2): starts and ends."""
+        m = len(ranges_ns)
+        added: dict[str, Any] = {
+            column: np.full(m, ABSENT, kind_of_column)
+            for column, kind_of_column in _COLUMN_TYPES.items()
+        }
+        added["start_ns"] = ranges_ns[:, 0]
+        added["duration_ns"] = ranges_ns[:, 1] - ranges_ns[:, 0]
+        added["kind"][:] = kind
+        added["name"][:] = len(self.names)
+        added["lane"][:] = lane
+        columns = {
+            column: np.concatenate([getattr(self, column), added[column]]) for column in added
+        }
+        order = np.lexsort((-columns["duration_ns"], columns["start_ns"]))
+        parts: dict[str, Any] = {column: values[order] for column, values in columns.items()}
+        parts |= {f.name: getattr(self, f.name) for f in fields(self) if f.name not in parts}
+        parts["names"] = [*self.names, name]
+        return Events(**parts)
+
     def name_of(self, row: int) -> str:
         """Returns the name of one event."""
         return self.names[int(self.name[row])]

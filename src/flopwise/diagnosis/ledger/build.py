@@ -7,15 +7,21 @@ import math
 import random
 import statistics
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from flopwise._version import __version__
 from flopwise.diagnosis.ledger.counted import Counted
-from flopwise.diagnosis.ledger.findings import Scene, findings
-from flopwise.diagnosis.ledger.replay import Replay
-from flopwise.diagnosis.ledger.scale import Scale, scale_of
+from flopwise.diagnosis.ledger.findings import findings
+from flopwise.diagnosis.ledger.heat import heat
+from flopwise.diagnosis.ledger.replay import Player, Replay, Serial
+from flopwise.diagnosis.ledger.roofline import roofline
+from flopwise.diagnosis.ledger.scale import Scale, scale_of, scale_of_cpu
+from flopwise.diagnosis.ledger.scene import Scene
 from flopwise.diagnosis.ledger.soundness import Soundness, judge
 from flopwise.diagnosis.ledger.tally import Job, Tally, Times, tallied
 from flopwise.errors import FlopwiseError
@@ -26,12 +32,15 @@ from flopwise.trace import cpu
 from flopwise.trace.chrome import Trace
 from flopwise.trace.health import Sifted, sift
 from flopwise.trace.idle import Host
-from flopwise.trace.launches import launches
+from flopwise.trace.launches import Launches, launches
 from flopwise.trace.ownership import own
 from flopwise.trace.partition import Partition, devices, partition
-from flopwise.trace.steps import Steps, finished, steps
+from flopwise.trace.steps import Steps, finished, steps, steps_at
+from flopwise.trace.table import Events
 
 RESAMPLES = 400  # of the bootstrap over steps
+#: How the note begins that is not one of a live run.
+PROFILED = "the steps were profiled"
 SHOWN = 12  # operators and calls that the record names
 #: The conditions of a trusted ledger, as shares of the step.
 UNEXPLAINED_FRAC = 0.05
@@ -43,26 +52,84 @@ class LedgerError(FlopwiseError):
     """A trace has nothing that a ledger could be made of."""
 
 
-def ledger(
-    trace: Trace,
-    device: int | None = None,
-    *,
-    counted: Counted | None = None,
-    padding_frac: float | None = None,
-    ceilings: CeilingsRecord | None = None,
-    sm_mhz: float | None = None,
-    peak: Peak | None = None,
-) -> LedgerRecord:
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What is known beside a trace."""
+
+    counted: Counted | None = None  # the FLOPs of one step, as a live run counted them
+    padding_frac: float | None = None  # of the tokens, as a live run knows it
+    ceilings: CeilingsRecord | None = None  # what this device was measured to reach
+    sm_mhz: float | None = None  # its mean SM clock while the steps ran
+    peak: Peak | None = None  # one that the user gave, instead of the table's
+    cut: Cut | None = None  # where the steps end, as a live run saw it
+    #: Puts other durations into the work of a device: those of a window that disturbed it less.
+    lengths: Callable[[Events, Launches], Launches] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Which of the steps between known ends count: those from `first` to before `last`."""
+
+    marks_ns: npt.NDArray[np.int64]  # on the host, in the trace's time, shape (n + 1,)
+    first: int
+    last: int
+
+    def of(self, found: Steps) -> Steps:
+        """Returns the steps up to the last one that counts."""
+        return dataclasses.replace(
+            found,
+            bounds_ns=found.bounds_ns[: self.last + 1],
+            host_ns=found.host_ns[: self.last + 1],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """A trace, taken apart for the ledger of one of its devices."""
+
+    trace: Trace  # with the events that can be used
+    device: int
+    properties: dict[str, Any]
+    job: Job
+    host: Host | None  # None: a job on a CPU
+    replay: Player
+    marks: Steps
+    sound: Soundness
+    tally: Tally
+    scale: Scale | None
+    reason: str  # why there is no scale
+    share: Share
+    given: Given
+
+
+def ledger(trace: Trace, device: int | None = None, given: Given | None = None) -> LedgerRecord:
     """Returns the ledger of a device of a trace, the busiest one where none is named.
 
-    Args:
-        trace: of one process.
-        device: its number in the trace.
-        counted: the FLOPs of one step, as a live run counted them.
-        padding_frac: of the tokens, as a live run knows it.
-        ceilings: what this device was measured to reach.
-        sm_mhz: its mean SM clock while the steps ran.
-        peak: one that the user gave, instead of the table's.
+    Raises:
+        LedgerError: no work of the device is in the trace.
+    """
+    taken = take(trace, device, given or Given())
+    record = record_of(taken)
+    lines = {line.name: line for line in record.lines}
+    scene = Scene(
+        taken.job,
+        taken.tally,
+        taken.host,
+        taken.replay,
+        lines,
+        record.step_s,
+        taken.marks,
+        first=taken.sound.first,
+        scale=taken.scale,
+        padding_frac=taken.given.padding_frac,
+    )
+    return dataclasses.replace(record, findings=findings(scene))
+
+
+def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -> Taken:
+    """Returns a trace taken apart: by device work, or by a CPU's operators where there is none.
+
+    Without `peel` the lines of its tally are left out.
 
     Raises:
         LedgerError: no work of the device is in the trace.
@@ -71,9 +138,9 @@ def ledger(
     events = sifted.events
     found = devices(events)
     if not found and not sifted.work and device is None:
-        record = _of_cpu(trace, peak)
-        if record is not None:
-            return record
+        taken = _take_cpu(trace, given)
+        if taken is not None:
+            return taken
     if not found:
         raise LedgerError(_nothing(trace, sifted))
     device = found[0] if device is None else device
@@ -83,46 +150,82 @@ def ledger(
     scale, reason = scale_of(
         properties.get("name"),
         properties.get("totalGlobalMem"),
-        ceilings=ceilings,
-        sm_mhz=sm_mhz,
-        peak=peak,
+        ceilings=given.ceilings,
+        sm_mhz=given.sm_mhz,
+        peak=given.peak,
     )
     work = launches(events, device)
-    marks = steps(events, work)
+    cut = given.cut
+    marks = steps(events, work) if cut is None else cut.of(steps_at(work, cut.marks_ns))
     if trace.damage.ends_early:
         marks = finished(marks, work)
     sound = judge(trace.events, sifted, work, marks)
+    if cut is not None:
+        sound.first = max(sound.first, cut.first)
     host = Host(events, work)
+    replay = Replay(events, work, host, marks)
+    if given.lengths is not None:
+        work = given.lengths(events, work)
     job = Job.of_device(events, work, host)
-    tally = tallied(job, marks, sound.first, scale or _unit_scale(), counted, padding_frac)
-    trace = dataclasses.replace(trace, events=events)
-    share = _share(partition(events, device))
-    record = _record(trace, device, properties, marks, sound, tally, scale, reason, share)
-    lines = {line.name: line for line in record.lines}
-    scene = Scene(job, tally, host, Replay(events, work, host, marks), lines, record.step_s)
-    return dataclasses.replace(record, findings=findings(scene))
+    return Taken(
+        trace=dataclasses.replace(trace, events=events),
+        device=device,
+        properties=properties,
+        job=job,
+        host=host,
+        replay=replay,
+        marks=marks,
+        sound=sound,
+        tally=tallied(
+            job, marks, sound.first, scale or _unit_scale(), given.counted, given.padding_frac
+        )
+        if peel
+        else Tally(),
+        scale=scale,
+        reason=reason,
+        share=_share(partition(events, device)),
+        given=given,
+    )
 
 
-def _of_cpu(trace: Trace, peak: Peak | None) -> LedgerRecord | None:
-    """Returns the ledger of a job on a CPU; None where no operator is in the trace."""
+def _take_cpu(trace: Trace, given: Given) -> Taken | None:
+    """Returns a trace of a job on a CPU taken apart; None where no operator is in it."""
     events = trace.events
     work = cpu.work(events)
     if not len(work.rows):
         return None
-    marks = cpu.steps(events, work)
-    first = 1 if marks.first_from_mark and len(marks) > 1 else 0
-    scale, _ = scale_of(None, None, peak=peak)
-    tally = tallied(Job.of_cpu(events, work), marks, first, scale or _unit_scale())
+    cut = given.cut
+    if cut is None:
+        marks = cpu.steps(events, work)
+        first = 1 if marks.first_from_mark and len(marks) > 1 else 0
+    else:
+        marks = cut.of(
+            Steps(cut.marks_ns, cut.marks_ns, "the run's own marks", first_from_mark=False)
+        )
+        first = cut.first
+    job = Job.of_cpu(events, work)
+    scale, reason = scale_of_cpu(given.ceilings, given.peak)
     whole = own(
         work, np.zeros(len(work.rows), np.int8), int(work.start_ns.min()), int(work.end_ns.max())
     )
     span_ns = (whole.high_ns - whole.low_ns) or 1
-    share = Share(span_ns * 1e-9, whole.owned_ns[0] / span_ns, 0.0, 0.0, whole.idle_ns / span_ns)
-    sound = Soundness(
-        first, notes=["a job on a CPU: what its operators take for themselves is the work"]
+    return Taken(
+        trace=trace,
+        device=cpu.DEVICE,
+        properties={"name": "CPU"},
+        job=job,
+        host=None,
+        replay=Serial(work, marks, first),
+        marks=marks,
+        sound=Soundness(
+            first, notes=["a job on a CPU: what its operators take for themselves is the work"]
+        ),
+        tally=tallied(job, marks, first, scale or _unit_scale(), given.counted, given.padding_frac),
+        scale=scale,
+        reason=reason,
+        share=Share(span_ns * 1e-9, whole.owned_ns[0] / span_ns, 0.0, 0.0, whole.idle_ns / span_ns),
+        given=given,
     )
-    reason = "a trace does not name its CPU, and nobody measured what it reaches"
-    return _record(trace, cpu.DEVICE, {"name": "CPU"}, marks, sound, tally, scale, reason, share)
 
 
 def _nothing(trace: Trace, sifted: Sifted) -> str:
@@ -140,17 +243,10 @@ def _unit_scale() -> Scale:
     return Scale(math.inf, "none")
 
 
-def _record(
-    trace: Trace,
-    device: int,
-    properties: dict[str, Any],
-    marks: Steps,
-    sound: Soundness,
-    tally: Tally,
-    scale: Scale | None,
-    reason: str,
-    share: Share,
-) -> LedgerRecord:
+def record_of(taken: Taken) -> LedgerRecord:
+    """Returns the ledger of the recorded steps, without findings."""
+    trace, marks, sound, tally = taken.trace, taken.marks, taken.sound, taken.tally
+    scale, reason = taken.scale, taken.reason
     each = np.diff(marks.bounds_ns[sound.first :]).astype(float) * 1e-9
     n = len(each)
     step_s = float(each.mean())
@@ -161,21 +257,22 @@ def _record(
     for line in lines:
         families[line.family] += line.s
     coverage = tally.covered_ns / tally.kernel_ns if tally.kernel_ns else 0.0
-    mfu_reason = _no_mfu(scale, reason, coverage, by_name, step_s)
+    mfu_reason = no_mfu(scale, reason, coverage, by_name, step_s)
     mfu = None
     if scale and mfu_reason is None:
         mfu = tally.flops / n / (step_s * scale.reference_flops_per_s)
     distributed = trace.header.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
     busy = sum(line.s for line in lines if not line.name.startswith("idle_"))
-    doubts = sound.doubts + _doubts(by_name, step_s, coverage, scale, reason)
+    doubts = sound.doubts + doubts_of(by_name, step_s, coverage, scale, reason)
     most = min(1.0, (busy + sound.missing_s) / step_s) if sound.missing_s and step_s else None
+    hot, bandwidth = roofline(taken.job, marks, sound.first, scale)
     return LedgerRecord(
         schema=SCHEMA,
         flopwise=__version__,
         trace=trace.path,
-        device=device,
-        device_name=properties.get("name"),
+        device=taken.device,
+        device_name=taken.properties.get("name"),
         rank=_integer(distributed.get("rank")),
         world_size=_integer(distributed.get("world_size")),
         steps=n,
@@ -194,17 +291,20 @@ def _record(
         families=dict(families),
         busy_frac=busy / step_s if step_s else 0.0,
         busy_most_frac=most,
-        partition=share,
+        partition=taken.share,
         operators=_spent(tally.operators, tally.calls, tally.kernels, n, step_s),
         blocking=_spent(tally.blocking, {}, {}, n, step_s),
         residual_frac=None,
         trusted=not doubts,
         untrusted_because=doubts,
         notes=[*_notes(trace, marks, sound, tally, n), *(scale.notes if scale else ())],
+        heat=heat(taken.job, marks, sound.first),
+        hot=hot,
+        bandwidth=bandwidth,
     )
 
 
-def _no_mfu(
+def no_mfu(
     scale: Scale | None, reason: str, coverage: float, lines: dict[str, float], step_s: float
 ) -> str | None:
     """Returns why there is no MFU, None where there is one."""
@@ -226,7 +326,8 @@ def _no_mfu(
 def _line(name: str, tally: Tally, step_s: float) -> Line:
     values = [step.get(name, 0.0) * 1e-9 for step in tally.lines]
     mean = statistics.fmean(values)
-    return Line(name, FAMILIES[name], mean, _bootstrap(values), mean / step_s if step_s else 0.0)
+    share = mean / step_s if step_s else 0.0
+    return Line(name, FAMILIES[name], mean, _bootstrap(values), share, 100 * share)
 
 
 def _stretched(line: Line) -> Line:
@@ -245,9 +346,16 @@ def _bootstrap(values: list[float]) -> tuple[float, float]:
     return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]
 
 
-def _doubts(
-    lines: dict[str, float], step_s: float, coverage: float, scale: Scale | None, reason: str
+def doubts_of(
+    lines: dict[str, float],
+    step_s: float,
+    coverage: float,
+    scale: Scale | None,
+    reason: str,
+    *,
+    profiled: bool = True,
 ) -> list[str]:
+    """Returns which conditions of a trusted ledger its lines fail."""
     doubts = []
     if scale is None:
         doubts.append(f"no peak to measure against: {reason}")
@@ -258,7 +366,7 @@ def _doubts(
             f"(at most {UNEXPLAINED_FRAC:.0%})"
         )
     late = lines.get("idle_launch", 0.0)
-    if step_s and late / step_s > UNEXPLAINED_FRAC:
+    if profiled and step_s and late / step_s > UNEXPLAINED_FRAC:
         doubts.append(
             f"the host was late for {late / step_s:.1%} of these profiled steps: the profiler slows the host, and no "
             "undisturbed steps stand beside them. It is at most so much, and may be nothing"
@@ -275,7 +383,7 @@ def _doubts(
 
 def _notes(trace: Trace, marks: Steps, sound: Soundness, tally: Tally, n: int) -> list[str]:
     notes = [
-        "the steps were profiled: without undisturbed ones beside them, how much the profiler stretched them is "
+        f"{PROFILED}: without undisturbed ones beside them, how much the profiler stretched them is "
         "not known; host-bound steps can be twice as long under it"
     ]
     notes += sound.notes

@@ -1,7 +1,8 @@
 """What a step would take with one cause removed: the trace played again, host and device, by their dependencies.
 
-The host issues in the recorded order: between two items it takes as long as it took. A piece of work starts once it is
-launched and its stream is free; the delay that it had then it has again after whichever of both it had to wait for. A call that waits for the device returns when what was issued
+The host issues in the recorded order: between two items it takes as long as it took, or so much of it as a host without a
+profiler takes. A piece of work starts once it is
+launched, its stream is free, and work of another stream that it waited for is done; the delay that it had then it has again after whichever of both it had to wait for. A call that waits for the device returns when what was issued
 before it is done. So what a cause hides behind another one stays hidden, and a step never gets shorter than its remaining
 device time or its remaining host time.
 """
@@ -10,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from flopwise.trace.idle import SYNC, Blocked, Host
+from flopwise.trace.idle import LATENCY_NS, SYNC, Blocked, Host
 from flopwise.trace.launches import Launches
 from flopwise.trace.steps import Steps
-from flopwise.trace.table import Events
+from flopwise.trace.table import Events, Ints
 
 LAUNCH = "launch"
 
@@ -41,9 +43,17 @@ class Change:
         None
     )  # a new duration of an item; None: as it was
     work_ns: Callable[[int, int], float] = lambda _, ns: ns  # a new duration of a piece of work
+    host: float = 1.0  # the host's own time between and in its launches, times this
 
 
 AS_IT_WAS = Change()
+
+
+class Player(Protocol):
+    """What can play a job's steps again."""
+
+    def step_ns(self, change: Change = AS_IT_WAS, host: float = 1.0) -> float:
+        """Returns the mean step with something removed, on a host that takes `host` times as long for its own work."""
 
 
 class Replay:
@@ -52,34 +62,56 @@ class Replay:
     def __init__(self, events: Events, work: Launches, host: Host, marks: Steps) -> None:
         self.work = work
         self.marks = marks
-        self.items = _items(events, work, host)
         self.stream = events.stream[work.rows]
         self.order = np.argsort(work.start_ns, kind="stable")
-        self._after_launch, self._after_free = self._delays()
+        self.launched_ns = _launched(work, self.stream, self.order)
+        self.items = _items(events, work, host, self.launched_ns)
+        self._after_launch, self._after_free, self._waits_for = self._delays()
 
-    def _delays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Returns how long each piece of work took to start, after its launch or after its stream was free."""
+    def _delays(self) -> tuple[Ints, Ints, dict[int, tuple[int, int]]]:
+        """Returns how long each piece of work took to start after its launch, or after its stream was free.
+
+        Work that started later than both explain, but soon after work of another stream had ended, waited for that one by an
+        event: of it, the other's position and the delay after it.
+        """
         free: dict[int, int] = {}
         latency = np.zeros(len(self.work.rows), np.int64)
         gap = np.zeros(len(self.work.rows), np.int64)
+        waits: dict[int, tuple[int, int]] = {}
+        by_end = np.argsort(self.work.end_ns, kind="stable")
+        ends = self.work.end_ns[by_end]
         for k in self.order.tolist():
-            stream, launched = int(self.stream[k]), int(self.work.launched_ns[k])
-            before = free.get(stream, -(2**62))
-            delay = max(0, int(self.work.start_ns[k]) - max(launched, before))
-            (latency if launched > before else gap)[k] = delay
+            stream, launched = int(self.stream[k]), int(self.launched_ns[k])
+            start, before = int(self.work.start_ns[k]), free.get(stream, -(2**62))
+            delay = max(0, start - max(launched, before))
+            other = int(by_end[max(0, int(np.searchsorted(ends, start, "right")) - 1)])
+            after = start - int(self.work.end_ns[other])
+            if (
+                delay > LATENCY_NS >= after >= 0
+                and int(self.stream[other]) != stream
+                and int(self.launched_ns[other]) <= launched
+                and int(self.work.end_ns[other]) > max(launched, before)
+            ):
+                waits[k] = (other, after)
+            else:
+                (latency if launched > before else gap)[k] = delay
             free[stream] = max(int(self.work.end_ns[k]), before)
-        return latency, gap
+        return latency, gap, waits
 
-    def step_ns(self, change: Change = AS_IT_WAS) -> float:
+    def step_ns(self, change: Change = AS_IT_WAS, host: float = 1.0) -> float:
         """Returns the mean step with something removed, over the steps whose begin the trace shows.
 
         It is never below what the host needs to issue a step: how far it ran ahead in the trace does not last.
+
+        Args:
+            change: what is removed.
+            host: the host's own time, over what it took under the profiler; its waits stay as they were.
         """
-        ends, host_frac = self.play(change)
+        ends, host_frac = self.play(change, host)
         bounds = [self._bound(float(bound), ends) for bound in self.marks.bounds_ns.tolist()]
         first = 1 if self.marks.first_from_mark and len(bounds) > 2 else 0
         device_ns = (bounds[-1] - bounds[first]) / (len(bounds) - 1 - first)
-        if change is AS_IT_WAS:
+        if change is AS_IT_WAS and host == 1.0:
             return device_ns
         issue_ns = float(np.diff(self.marks.host_ns[first:]).mean()) * host_frac
         return max(device_ns, issue_ns)
@@ -89,16 +121,18 @@ class Replay:
         at = np.flatnonzero(self.work.end_ns == bound)
         return float(ends[at].max()) if len(at) else bound
 
-    def play(self, change: Change) -> tuple[npt.NDArray[np.float64], float]:
-        """Returns when each piece of work ends, shape (n,), and which share of its time the host did not wait."""
+    def play(self, change: Change, host: float = 1.0) -> tuple[npt.NDArray[np.float64], float]:
+        """Returns when each piece of work ends, shape (n,), and how long the host is at work, over its time in the trace."""
+        host *= change.host
         work, n = self.work, len(self.work.rows)
         ends = np.zeros(n)
         free: dict[int, float] = {}
         clock = float(self.items[0].start_ns) if self.items else 0.0
         before = self.items[0].start_ns if self.items else 0
-        waited, first = 0.0, before
+        first = before
+        waited, still = 0.0, 0.0  # how long the recorded host waited, and what is left of it
         for item in self.items:
-            clock += max(0, item.start_ns - before)
+            clock += max(0, item.start_ns - before) * host
             entered = clock
             took = item.end_ns - item.start_ns
             new = change.item_ns(item)
@@ -109,10 +143,13 @@ class Replay:
                         clock + float(self._after_launch[k]),
                         free.get(stream, float("-inf")) + float(self._after_free[k]),
                     )
+                    if k in self._waits_for:
+                        other, after = self._waits_for[k]
+                        start = max(start, ends[other] + after)
                     length = int(work.end_ns[k] - work.start_ns[k])
                     ends[k] = start + change.work_ns(k, length)
                     free[stream] = max(ends[k], free.get(stream, float("-inf")))
-                clock += took if new is None else new
+                clock += (took if new is None else new) * host
             elif new is not None:
                 clock += new
             elif item.awaited >= 0:
@@ -121,11 +158,30 @@ class Replay:
             else:
                 clock += took
             if item.kind != LAUNCH:
-                waited += took if new is not None or item.awaited >= 0 else 0
-                waited -= clock - entered if new is not None else 0.0
+                waited += took
+                still += clock - entered if new is not None or item.awaited < 0 else 0.0
             before = max(before, item.end_ns)
         span = before - first
-        return ends, (span - waited) / span if span > 0 else 1.0
+        return ends, ((span - waited) * host + still) / span if span > 0 else 1.0
+
+
+class Serial:
+    """A job whose pieces of work run one after the other on the threads that drive it: one on a CPU."""
+
+    def __init__(self, work: Launches, marks: Steps, first: int) -> None:
+        low, high = int(marks.bounds_ns[first]), int(marks.bounds_ns[-1])
+        self._inside: list[int] = np.flatnonzero(
+            (work.start_ns >= low) & (work.end_ns <= high)
+        ).tolist()
+        self._length: list[int] = (work.end_ns - work.start_ns).tolist()
+        self._steps = len(marks) - first
+        worked = sum(self._length[k] for k in self._inside)
+        self._rest_ns: float = max(0, high - low - worked) / self._steps
+
+    def step_ns(self, change: Change = AS_IT_WAS, host: float = 1.0) -> float:
+        """Returns the mean step with its work changed; waits stay, with dispatch."""
+        work_ns: float = sum(change.work_ns(k, self._length[k]) for k in self._inside)
+        return self._rest_ns * host * change.host + work_ns / self._steps
 
 
 def without(kind: str, left_ns: int = 0) -> Change:
@@ -137,7 +193,18 @@ def without(kind: str, left_ns: int = 0) -> Change:
     )
 
 
-def _items(events: Events, work: Launches, host: Host) -> list[Item]:
+def _launched(work: Launches, stream: Ints, order: Ints) -> Ints:
+    """Returns when each piece of work was launched: one whose call is not in the trace before all that follows on its stream."""
+    out: Ints = work.launched_ns.copy()
+    latest: dict[int, int] = {}
+    for k in order[::-1].tolist():
+        if work.runtime[k] < 0:
+            out[k] = min(int(out[k]), latest.get(int(stream[k]), int(out[k])))
+        latest[int(stream[k])] = min(int(out[k]), latest.get(int(stream[k]), int(out[k])))
+    return out
+
+
+def _items(events: Events, work: Launches, host: Host, launched_ns: Ints) -> list[Item]:
     """Returns the launches and the waits of the driving threads by their start, none inside another."""
     by_call: dict[int, list[int]] = {}
     items: list[Item] = []
@@ -145,7 +212,7 @@ def _items(events: Events, work: Launches, host: Host) -> list[Item]:
         if call >= 0:
             by_call.setdefault(call, []).append(k)
         else:
-            at = int(work.launched_ns[k])
+            at = int(launched_ns[k])
             items.append(Item(at, at, LAUNCH, (k,)))
     blocking = {one.row for one in host.blocked}
     for call, ks in by_call.items():

@@ -103,6 +103,28 @@ def scale_of(
     return scale, reason
 
 
+def scale_of_cpu(
+    ceilings: CeilingsRecord | None, peak: Peak | None = None
+) -> tuple[Scale | None, str]:
+    """Returns the scale of a CPU: what it was measured to reach is its peak, or what the user gave.
+
+    Args:
+        ceilings: of this CPU, with as many threads.
+        peak: instead of the fastest measured dtype.
+    """
+    measured = {g.dtype: g.burst_flops_per_s for g in ceilings.gemm} if ceilings else {}
+    if peak is not None:
+        measured.setdefault(peak.dtype, peak.flops_per_s)
+        reference, source = peak.flops_per_s, peak.source
+    elif measured:
+        dtype = max(measured, key=lambda name: measured[name])
+        reference, source = measured[dtype], f"the fastest products measured on this CPU, {dtype}"
+    else:
+        return None, "a trace does not name its CPU, and nobody measured what it reaches"
+    bandwidth = ceilings.copy_bytes_per_s if ceilings else None
+    return Scale(reference, source, measured, bandwidth_bytes_per_s=bandwidth), ""
+
+
 def _peaks(row: Accelerator | None, given: Peak | None) -> dict[str, float]:
     """Returns the dense peaks by dtype, FLOP/s; a given one stands for its dtype, or for 16 bit where it names none."""
     rates = {d: accelerators.peak_of(row, d) for d in accelerators.DTYPES} if row else {}

@@ -1,0 +1,50 @@
+"""L104 slow-dtype: products run in a wider dtype than the device's fastest 16 bit."""
+
+from __future__ import annotations
+
+from flopwise.diagnosis.ledger.predict import Predict
+from flopwise.diagnosis.ledger.products import ALIGNED_BYTES, MISALIGNED_FRAC, products
+from flopwise.diagnosis.ledger.scene import MEASURED, SHOWN_FRAC, Scene
+from flopwise.records.finding import Finding
+from flopwise.units import percent
+
+
+def find(scene: Scene, predict: Predict) -> Finding | None:
+    """Returns a finding with the products' dtypes, and what the same ones in 16 bit would give."""
+    share = scene.share("precision")
+    if share < SHOWN_FRAC:
+        return None
+    wide = [one for one in products(scene) if any(k in scene.tally.faster for k in one.call.work)]
+    by_dtype: dict[str, float] = {}
+    for one in wide:
+        by_dtype[one.dtype] = by_dtype.get(one.dtype, 0.0) + one.call.ns
+    times = ", ".join(f"{scene.ms(ns):.3g} ms a step in {dtype}" for dtype, ns in by_dtype.items())
+    largest = sorted(wide, key=lambda one: -one.call.ns)
+    return Finding(
+        code="L104",
+        cause="slow-dtype",
+        share_frac=share,
+        where=scene.where(one.call for one in largest),
+        evidence=f"products run in a wider dtype than the device's fastest 16 bit: {percent(share)} of the step"
+        + (f" ({times})" if times else ""),
+        advice="autocast to bfloat16 with the loss in FP32; or TF32 (torch.set_float32_matmul_precision('high')) for less",
+        predicted_gain_frac=predict.faster(_in_16_bit(scene)),
+        certainty=MEASURED,
+    )
+
+
+def _in_16_bit(scene: Scene) -> dict[int, float]:
+    """Returns how long work takes in 16 bit, by position; a product whose rows are not aligned there gains less."""
+    new = dict(scene.tally.faster)
+    if scene.scale is None:
+        return new
+    for one in products(scene):
+        bytes_16 = one.alignment(2)
+        if bytes_16 == ALIGNED_BYTES or not any(k in new for k in one.call.work):
+            continue
+        rate = MISALIGNED_FRAC[bytes_16] * scene.scale.reference_flops_per_s * 1e-9
+        ratio = min(1.0, one.flops / rate / one.call.ns)
+        for k in one.call.work:
+            length = float(scene.job.work.end_ns[k] - scene.job.work.start_ns[k])
+            new[k] = max(new.get(k, 0.0), length * ratio)
+    return new

@@ -1,0 +1,119 @@
+"""The page: one file that loads nothing and runs nothing."""
+
+from __future__ import annotations
+
+from flopwise.records.finding import Finding
+from flopwise.records.ledger import LedgerRecord
+from flopwise.records.run import RunRecord
+from flopwise.reports import figures, run
+from flopwise.reports.html import (
+    families,
+    findings,
+    headline,
+    heatmap,
+    host,
+    kernels,
+    lines,
+    operators,
+    provenance,
+    trust,
+)
+from flopwise.reports.html.markup import Html, el, pieces, text, trusted
+from flopwise.reports.html.style import CSS
+from flopwise.reports.screen import Piece
+
+#: A page that nothing can be loaded into, and that nothing in it can run.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+
+
+def render_html(record: RunRecord) -> str:
+    """Returns the report of a run as one HTML file, with its ledger where it has one."""
+    steps = record.steps
+    facts: list[Piece] = [run.devices(record.env), f"torch {record.env.torch}"]
+    if len(record.ranks) > 1:
+        facts.append(f"{len(record.ranks)} ranks")
+    facts.append(f"{figures.counted(steps.timed, 'step')} timed of {steps.total}")
+    if run.dropped(steps):
+        facts.append(f"dropped: {run.dropped(steps)}")
+    if record.plan is not None:
+        facts.append(f"with the plan {record.plan}")
+    ledger = record.ledger
+    title = run.command_line(record.command, "run")
+    return _page(
+        title,
+        [
+            _head(title, facts, run.endings(record)),
+            headline.of_run(record),
+            trust.draw(ledger) if ledger else trust.missing(record.ledger_reason),
+            *(_ledger(ledger) if ledger else []),
+            findings.draw([*record.findings, *_beside(record)]),
+            host.draw(record),
+            operators.draw(ledger) if ledger else None,
+            provenance.notes([*record.notes, *(ledger.notes if ledger else [])]),
+            provenance.of_run(record),
+            _foot(f"{record.created} by flopwise {record.flopwise} on {record.env.host}"),
+        ],
+    )
+
+
+def render_ledger_html(record: LedgerRecord) -> str:
+    """Returns the report of a trace's ledger as one HTML file."""
+    facts: list[Piece] = [
+        f"device {record.device}: {record.device_name or 'not named'}"
+        if record.device >= 0
+        else "CPU",
+        f"{figures.counted(record.steps, 'step')} of {record.steps_in_trace}, ended by the {record.steps_by}",
+    ]
+    if record.rank is not None and record.world_size and record.world_size > 1:
+        facts.append(f"rank {record.rank} of {record.world_size}")
+    title = f"flopwise analyze {record.trace}"
+    return _page(
+        title,
+        [
+            _head(title, facts, []),
+            headline.of_ledger(record),
+            trust.draw(record),
+            *_ledger(record),
+            findings.draw(record.findings),
+            operators.draw(record),
+            provenance.notes(record.notes),
+            provenance.of_ledger(record),
+            _foot(f"flopwise {record.flopwise}"),
+        ],
+    )
+
+
+def _ledger(record: LedgerRecord) -> list[Html | None]:
+    return [lines.draw(record), families.draw(record), heatmap.draw(record), kernels.draw(record)]
+
+
+def _beside(record: RunRecord) -> list[Finding]:
+    """Returns the findings of the ledger that the run's own list does not have."""
+    if record.ledger is None:
+        return []
+    return [finding for finding in record.ledger.findings if finding not in record.findings]
+
+
+def _head(title: str, facts: list[Piece], warnings: list[str]) -> Html:
+    return el(
+        "header",
+        el("h1", text(title, 300)),
+        el("p.facts", pieces(facts)),
+        [el("p.banner", warning) for warning in warnings],
+    )
+
+
+def _foot(said: str) -> Html:
+    return el("footer", said)
+
+
+def _page(title: str, parts: list[Html | None]) -> str:
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", http_equiv="Content-Security-Policy", content=trusted(POLICY)),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("title", text(title, 200)),
+        el("style", trusted(CSS)),
+    )
+    return f"<!doctype html>\n{el('html', head, el('body', parts), lang='en')}\n"
