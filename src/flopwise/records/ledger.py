@@ -33,6 +33,7 @@ FAMILIES = {
     "idle_device": "pipeline",
     "idle_other": "pipeline",
     "unattributed": "unexplained",
+    "residual": "unexplained",
 }
 
 

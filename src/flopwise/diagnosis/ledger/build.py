@@ -39,6 +39,8 @@ from flopwise.trace.steps import Steps, finished, steps, steps_at
 from flopwise.trace.table import Events
 
 RESAMPLES = 400  # of the bootstrap over steps
+#: How the note begins that is not one of a live run.
+PROFILED = "the steps were profiled"
 SHOWN = 12  # operators and calls that the record names
 #: The conditions of a trusted ledger, as shares of the step.
 UNEXPLAINED_FRAC = 0.05
@@ -124,8 +126,10 @@ def ledger(trace: Trace, device: int | None = None, given: Given | None = None) 
     return dataclasses.replace(record, findings=findings(scene))
 
 
-def take(trace: Trace, device: int | None, given: Given) -> Taken:
+def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -> Taken:
     """Returns a trace taken apart: by device work, or by a CPU's operators where there is none.
+
+    Without `peel` the lines of its tally are left out.
 
     Raises:
         LedgerError: no work of the device is in the trace.
@@ -174,7 +178,9 @@ def take(trace: Trace, device: int | None, given: Given) -> Taken:
         sound=sound,
         tally=tallied(
             job, marks, sound.first, scale or _unit_scale(), given.counted, given.padding_frac
-        ),
+        )
+        if peel
+        else Tally(),
         scale=scale,
         reason=reason,
         share=_share(partition(events, device)),
@@ -251,14 +257,14 @@ def record_of(taken: Taken) -> LedgerRecord:
     for line in lines:
         families[line.family] += line.s
     coverage = tally.covered_ns / tally.kernel_ns if tally.kernel_ns else 0.0
-    mfu_reason = _no_mfu(scale, reason, coverage, by_name, step_s)
+    mfu_reason = no_mfu(scale, reason, coverage, by_name, step_s)
     mfu = None
     if scale and mfu_reason is None:
         mfu = tally.flops / n / (step_s * scale.reference_flops_per_s)
     distributed = trace.header.get("distributedInfo")
     distributed = distributed if isinstance(distributed, dict) else {}
     busy = sum(line.s for line in lines if not line.name.startswith("idle_"))
-    doubts = sound.doubts + _doubts(by_name, step_s, coverage, scale, reason)
+    doubts = sound.doubts + doubts_of(by_name, step_s, coverage, scale, reason)
     most = min(1.0, (busy + sound.missing_s) / step_s) if sound.missing_s and step_s else None
     hot, bandwidth = roofline(taken.job, marks, sound.first, scale)
     return LedgerRecord(
@@ -292,10 +298,13 @@ def record_of(taken: Taken) -> LedgerRecord:
         trusted=not doubts,
         untrusted_because=doubts,
         notes=[*_notes(trace, marks, sound, tally, n), *(scale.notes if scale else ())],
+        heat=heat(taken.job, marks, sound.first),
+        hot=hot,
+        bandwidth=bandwidth,
     )
 
 
-def _no_mfu(
+def no_mfu(
     scale: Scale | None, reason: str, coverage: float, lines: dict[str, float], step_s: float
 ) -> str | None:
     """Returns why there is no MFU, None where there is one."""
@@ -317,7 +326,8 @@ def _no_mfu(
 def _line(name: str, tally: Tally, step_s: float) -> Line:
     values = [step.get(name, 0.0) * 1e-9 for step in tally.lines]
     mean = statistics.fmean(values)
-    return Line(name, FAMILIES[name], mean, _bootstrap(values), mean / step_s if step_s else 0.0)
+    share = mean / step_s if step_s else 0.0
+    return Line(name, FAMILIES[name], mean, _bootstrap(values), share, 100 * share)
 
 
 def _stretched(line: Line) -> Line:
@@ -336,9 +346,16 @@ def _bootstrap(values: list[float]) -> tuple[float, float]:
     return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES)]
 
 
-def _doubts(
-    lines: dict[str, float], step_s: float, coverage: float, scale: Scale | None, reason: str
+def doubts_of(
+    lines: dict[str, float],
+    step_s: float,
+    coverage: float,
+    scale: Scale | None,
+    reason: str,
+    *,
+    profiled: bool = True,
 ) -> list[str]:
+    """Returns which conditions of a trusted ledger its lines fail."""
     doubts = []
     if scale is None:
         doubts.append(f"no peak to measure against: {reason}")
@@ -349,7 +366,7 @@ def _doubts(
             f"(at most {UNEXPLAINED_FRAC:.0%})"
         )
     late = lines.get("idle_launch", 0.0)
-    if step_s and late / step_s > UNEXPLAINED_FRAC:
+    if profiled and step_s and late / step_s > UNEXPLAINED_FRAC:
         doubts.append(
             f"the host was late for {late / step_s:.1%} of these profiled steps: the profiler slows the host, and no "
             "undisturbed steps stand beside them. It is at most so much, and may be nothing"
@@ -366,7 +383,7 @@ def _doubts(
 
 def _notes(trace: Trace, marks: Steps, sound: Soundness, tally: Tally, n: int) -> list[str]:
     notes = [
-        "the steps were profiled: without undisturbed ones beside them, how much the profiler stretched them is "
+        f"{PROFILED}: without undisturbed ones beside them, how much the profiler stretched them is "
         "not known; host-bound steps can be twice as long under it"
     ]
     notes += sound.notes

@@ -1,0 +1,300 @@
+"""The ledger of a live run: operators from the heavy window, durations and idle time from the light one, and the step
+from the steps that nothing disturbed.
+
+Each kernel of the heavy window is given the mean duration that kernels of its name have in the light one, so that the
+lines of the heavy window sum to the busy time of the light one. What remains of the undisturbed step is idle, or residual.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flopwise.diagnosis.ledger import build
+from flopwise.diagnosis.ledger.build import Given, Taken, record_of, take
+from flopwise.diagnosis.ledger.findings import findings
+from flopwise.diagnosis.ledger.heat import heat
+from flopwise.diagnosis.ledger.reconcile import Idle, block_means, idle_of
+from flopwise.diagnosis.ledger.scene import Scene
+from flopwise.diagnosis.ledger.where import Places
+from flopwise.diagnosis.ledger.windows import (
+    Busy,
+    Window,
+    as_long_as,
+    busy,
+    differing_frac,
+    durations,
+    take_light,
+)
+from flopwise.records.ledger import FAMILIES, LedgerRecord, Line, Live
+from flopwise.records.run import Clocks
+from flopwise.trace.ownership import Owner
+
+RESAMPLES = 400
+#: The conditions of a trusted ledger, as shares of the step.
+RESIDUAL_FRAC = 0.02
+BUSY_FRAC = 1.01
+DIFFERING_FRAC = 0.02
+#: A CPU has no window that disturbs less than the one with operators: so far off, what they took is no measure.
+STRETCHED_FRAC = 0.10
+LINES_OF = {Owner.COMMUNICATION: ("comm_unsplit",), Owner.COPY: ("exposed_copy",)}
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What is known of the steps that nothing disturbed."""
+
+    each_s: Sequence[float]  # their lengths
+    step_s_ci95: tuple[float, float] | None
+    input_s: float | None  # mean time in which the host waited for a batch
+    clocks: Clocks | None = None
+    watts: float | None = None
+
+    @property
+    def step_s(self) -> float:
+        """T: their mean."""
+        return float(np.mean(self.each_s))
+
+
+def live_ledger(
+    heavy: Window,
+    light: Window | None,
+    stacks: Window | None,
+    undisturbed: Undisturbed,
+    live: Live,
+    given: Given,
+    device: int | None,
+) -> LedgerRecord:
+    """Returns the ledger of one rank of a live run.
+
+    Args:
+        heavy: operators and shapes.
+        light: the device's activities alone; None on a CPU, where the heavy window stands in.
+        stacks: Python's functions, too; None: the user's lines are those that the heavy window shows.
+        undisturbed: the timed steps.
+        live: what is recorded of them and of the windows.
+        given: what the run knows beside its traces.
+        device: the number of the rank's device; None: the busiest.
+
+    Raises:
+        LedgerError: there is no work in a window.
+    """
+    lighter = take_light(light, device) if light is not None else None
+    measured = busy(lighter) if lighter is not None else None
+    given = dataclasses.replace(given, cut=heavy.cut)
+    before = None
+    if measured is not None:
+        kernels = measured.kernels
+        given = dataclasses.replace(
+            given, lengths=lambda events, work: as_long_as(kernels, events, work, heavy.cut)
+        )
+    taken = take(heavy.trace, device, given)
+    if measured is None:
+        measured = _of_lines(taken)
+    elif taken.host is not None:
+        before = _differ(measured, taken)
+    lines, idle = _Lines(taken, measured, undisturbed).reconciled()
+    record = _overlaid(record_of(taken), taken, measured, undisturbed, lines, idle, before)
+    by_name = {line.name: line for line in record.lines}
+    scene = Scene(
+        taken.job,
+        taken.tally,
+        taken.host,
+        taken.replay,
+        by_name,
+        undisturbed.step_s,
+        taken.marks,
+        first=taken.sound.first,
+        scale=taken.scale,
+        profiled=False,
+        stacks=Places(stacks.trace.events) if stacks is not None else None,
+        padding_frac=given.padding_frac,
+        clocks=undisturbed.clocks,
+        watts=undisturbed.watts,
+    )
+    if lighter is not None:
+        drawn = heat(lighter.job, lighter.marks, lighter.sound.first)
+        record = dataclasses.replace(record, heat=drawn, partition=lighter.share)
+    live = dataclasses.replace(live, idle_from=_idle_from(idle, light is None))
+    return dataclasses.replace(record, live=live, findings=findings(scene))
+
+
+def _of_lines(taken: Taken) -> Busy:
+    """Returns what the heavy window itself tells of the busy time: there is no lighter one on a CPU."""
+    lines = taken.tally.lines
+    bounds = taken.marks.bounds_ns[taken.sound.first :]
+    idle = {
+        cause: np.asarray([step.get(f"idle_{cause}", 0.0) for step in lines])
+        for cause in ("input", "sync", "launch", "device", "other")
+    }
+    step = np.diff(bounds).astype(float)
+    owned = np.zeros((len(lines), len(Owner)))
+    owned[:, Owner.COMPUTE] = step - sum(idle.values())
+    return Busy(step, owned, idle)
+
+
+def _differ(light: Busy, taken: Taken) -> float:
+    """Returns by which share of kernel time both windows ran different kernels."""
+    bounds = taken.marks.bounds_ns[taken.sound.first :]
+    heavy = durations(
+        taken.job.events, taken.job.work, int(bounds[0]), int(bounds[-1]), len(bounds) - 1
+    )
+    return differing_frac(light.kernels, heavy)
+
+
+class _Lines:
+    """The lines of the undisturbed step, and their spread over steps."""
+
+    def __init__(self, taken: Taken, light: Busy, undisturbed: Undisturbed) -> None:
+        self.light = light
+        self.each_ns = np.asarray(undisturbed.each_s) * 1e9
+        self.input_ns = undisturbed.input_s * 1e9 if undisturbed.input_s is not None else None
+        self.names = [name for name in FAMILIES if not name.startswith(("idle_", "residual"))]
+        self.heavy = np.asarray(
+            [[step.get(name, 0.0) for name in self.names] for step in taken.tally.lines]
+        )
+        late = sum(step.get("idle_launch", 0.0) for step in taken.tally.lines)
+        unseen = sum(step.get("idle_other", 0.0) for step in taken.tally.lines)
+        self.late_of_rest = late / (late + unseen) if late + unseen else 1.0
+        self.owner = np.asarray([_owner_of(name) for name in self.names])
+
+    def reconciled(self) -> tuple[list[Line], Idle]:
+        """Returns the lines with their 95 % intervals, and how the idle time was told."""
+        step_ns = float(self.each_ns.mean())
+        values, idle = self._at(self.heavy.mean(axis=0), self.light, step_ns)
+        spread = self._spread()
+        total = step_ns or 1.0
+        lines = []
+        for name, ns in values.items():
+            low, high = (float(q) for q in np.quantile(spread[name], (0.025, 0.975)))
+            if idle.estimated and name.startswith("idle_"):
+                off = abs(self.light.step_ns - step_ns)
+                low, high = max(0.0, min(low, ns - off)), max(high, ns + off)
+            share = ns / total
+            lines.append(
+                Line(name, FAMILIES[name], ns * 1e-9, (low * 1e-9, high * 1e-9), share, 100 * share)
+            )
+        kept = [line for line in lines if line.s or line.name in ("ideal", "residual")]
+        return kept, idle
+
+    def _at(self, heavy: np.ndarray, light: Busy, step_ns: float) -> tuple[dict[str, float], Idle]:
+        """Returns the lines for mean lines of the heavy window, a light window and a step."""
+        owned = light.owned.mean(axis=0)
+        values = heavy.copy()
+        for owner in Owner:
+            mine = self.owner == owner
+            have = values[mine].sum()
+            if have > 0:
+                values[mine] *= owned[owner] / have
+            elif owned[owner] > 0:  # the heavy window has none of it
+                name = LINES_OF.get(owner, ("unattributed",))[0]
+                values[self.names.index(name)] = owned[owner]
+        idle = idle_of(step_ns, light, self.input_ns, self.late_of_rest)
+        found = dict(zip(self.names, values.tolist(), strict=True))
+        found |= {f"idle_{cause}": ns for cause, ns in idle.by_cause.items()}
+        found["residual"] = idle.residual_ns
+        return {name: found.get(name, 0.0) for name in FAMILIES}, idle
+
+    def _spread(self) -> dict[str, list[float]]:
+        """Returns the lines of resampled steps: heavy, light and undisturbed ones, each on its own."""
+        coin = np.random.default_rng(0)
+        undisturbed = block_means(self.each_ns, coin, RESAMPLES)
+        found: dict[str, list[float]] = defaultdict(list)
+        for step_ns in undisturbed.tolist():
+            heavy = self.heavy[coin.integers(0, len(self.heavy), len(self.heavy))].mean(axis=0)
+            n = len(self.light.step)
+            light = self.light.resampled(coin.integers(0, n, n))
+            for name, ns in self._at(heavy, light, step_ns)[0].items():
+                found[name].append(ns)
+        return found
+
+
+def _owner_of(line: str) -> Owner:
+    if line == "exposed_copy":
+        return Owner.COPY
+    return Owner.COMMUNICATION if line.startswith("comm") else Owner.COMPUTE
+
+
+def _overlaid(
+    record: LedgerRecord,
+    taken: Taken,
+    light: Busy,
+    undisturbed: Undisturbed,
+    lines: list[Line],
+    idle: Idle,
+    differing: float | None,
+) -> LedgerRecord:
+    """Returns the heavy window's record with the lines of the undisturbed step."""
+    step_s = undisturbed.step_s
+    by_name = {line.name: line.s for line in lines}
+    families: dict[str, float] = defaultdict(float)
+    for line in lines:
+        families[line.family] += line.s
+    reason = build.no_mfu(taken.scale, taken.reason, record.coverage_frac, by_name, step_s)
+    mfu = None
+    if taken.scale and reason is None and record.model_flops_per_step is not None:
+        mfu = record.model_flops_per_step / (step_s * taken.scale.reference_flops_per_s)
+    ratio = step_s and record.step_s / step_s
+    doubts = [*taken.sound.doubts, *_doubts(by_name, step_s, light, differing)]
+    doubts += build.doubts_of(
+        by_name, step_s, record.coverage_frac, taken.scale, taken.reason, profiled=False
+    )
+    stretched = light.step_ns * 1e-9 / step_s - 1
+    if taken.host is None and abs(stretched) > STRETCHED_FRAC:
+        doubts.append(
+            f"the profiled steps differ by {stretched:+.0%} from an undisturbed one: what operators took in them "
+            "is not what they take (the profiler, or other work on this machine)"
+        )
+    return dataclasses.replace(
+        record,
+        steps=len(undisturbed.each_s),
+        step_s=step_s,
+        step_s_each=list(undisturbed.each_s),
+        profiled=False,
+        mfu=mfu,
+        mfu_reason=reason,
+        lines=lines,
+        families=dict(families),
+        busy_frac=light.busy_ns * 1e-9 / step_s,
+        operators=[
+            dataclasses.replace(one, share_frac=one.share_frac * ratio) for one in record.operators
+        ],
+        blocking=[],
+        residual_frac=by_name["residual"] / step_s,
+        trusted=not doubts,
+        untrusted_because=doubts,
+        notes=[note for note in record.notes if not note.startswith(build.PROFILED)],
+    )
+
+
+def _doubts(
+    lines: dict[str, float], step_s: float, light: Busy, differing: float | None
+) -> list[str]:
+    found = []
+    busy_frac = light.busy_ns * 1e-9 / step_s
+    if busy_frac > BUSY_FRAC:
+        found.append(
+            f"the device was busy for {busy_frac:.1%} of an undisturbed step while it was profiled: the windows are not "
+            "of the same steps, or the profiler slows them"
+        )
+    residual = abs(lines["residual"]) / step_s
+    if residual > RESIDUAL_FRAC:
+        found.append(f"the residual is {residual:.1%} of the step (at most {RESIDUAL_FRAC:.0%})")
+    if differing is not None and differing > DIFFERING_FRAC:
+        found.append(
+            f"the windows ran different kernels, {differing:.1%} of their time (at most {DIFFERING_FRAC:.0%})"
+        )
+    return found
+
+
+def _idle_from(idle: Idle, cpu: bool) -> str:
+    window = "the window of operators" if cpu else "the light window"
+    if idle.estimated:
+        return f"the undisturbed step less the busy time of {window}, which the profiler stretched: causes are estimates"
+    if not idle.divided:
+        return f"{window}; it is too little to tell causes"
+    return window

@@ -1,0 +1,192 @@
+"""The ledger of a live run, from the profiled windows in its run folder."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from flopwise.diagnosis.ledger.build import Given, LedgerError
+from flopwise.diagnosis.ledger.counted import Counted
+from flopwise.diagnosis.ledger.live import Undisturbed, live_ledger
+from flopwise.diagnosis.ledger.windows import Window
+from flopwise.errors import FlopwiseError
+from flopwise.hardware.accelerators import Peak
+from flopwise.records.finding import Finding
+from flopwise.records.ledger import LedgerRecord, Live, Profiled
+from flopwise.records.rank import Profile, ProfiledWindow, RankRecord
+from flopwise.records.run import RunRecord
+from flopwise.summary.context import Context
+from flopwise.trace.chrome import Trace, read
+from flopwise.trials.interval import mean_interval
+
+PACKED = ".gz"
+
+
+def with_ledger(record: RunRecord, ledger: LedgerRecord | None, reason: str | None) -> RunRecord:
+    """Returns the record with a ledger and what that finds, or with the reason why there is none."""
+    if ledger is None:
+        return replace(record, ledger_reason=reason)
+    return replace(record, ledger=ledger, findings=_merged(record, ledger))
+
+
+def ledger_or_reason(
+    record: RunRecord, ranks: Sequence[RankRecord], folder: Path, context: Context
+) -> tuple[LedgerRecord | None, str | None]:
+    """Returns the ledger of the first rank, or why there is none."""
+    lead = min(ranks, key=lambda rank: rank.rank)
+    try:
+        return ledger_of(record, lead, folder, context), None
+    except (FlopwiseError, OSError) as error:
+        return None, str(error)
+    except Exception as error:  # a trace that nobody has seen yet must not cost the report
+        return None, f"it could not be made ({type(error).__name__}: {error})"
+
+
+def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Context) -> LedgerRecord:
+    """Returns the ledger of one rank.
+
+    Raises:
+        LedgerError: there are no windows, or no work in them.
+        TraceError: a window cannot be read.
+    """
+    profile = rank.profile
+    if profile is None:
+        raise LedgerError("no windows were profiled (--no-profile)")
+    noted = {window.kind: window for window in profile.windows}
+    if "heavy" not in noted:
+        state, _, why = profile.state.partition(": ")
+        raise LedgerError(f"no windows were profiled: {why or state}")
+    windows = {kind: _window(folder, window) for kind, window in noted.items() if kind != "stacks"}
+    heavy = windows["heavy"]
+    light = windows.get("light")
+    if isinstance(heavy, str):
+        raise LedgerError(heavy)
+    if rank.device_type == "cuda" and (light is None or isinstance(light, str)):
+        raise LedgerError(light or "the light window was not recorded")
+    each_s = [row.ns * 1e-9 for row in rank.rows if row.kind == "timed"]
+    if not each_s:
+        raise LedgerError("no step was timed")
+    return live_ledger(
+        heavy,
+        light if isinstance(light, Window) else None,
+        _stacks(folder, noted.get("stacks")),
+        Undisturbed(
+            each_s, record.step_s.ci95, record.phases.data_s, record.clocks, record.energy.watts
+        ),
+        _live(profile, each_s),
+        Given(
+            counted=_counted(rank),
+            padding_frac=record.throughput.padding_frac or None,
+            ceilings=context.ceilings,
+            sm_mhz=rank.telemetry.sm_mhz,
+            peak=_peak(record, context),
+        ),
+        rank.device_index if rank.device_type == "cuda" else None,
+    )
+
+
+def pack(folder: Path, ranks: Sequence[RankRecord]) -> None:
+    """Compresses the traces of the windows; whoever opens them can read both forms."""
+    for rank in ranks:
+        for window in rank.profile.windows if rank.profile is not None else ():
+            path = folder / window.file
+            if not path.is_file() or path.is_symlink() or folder not in path.resolve().parents:
+                continue
+            packed = path.with_name(path.name + PACKED)
+            with open(path, "rb") as plain, gzip.open(packed, "wb", compresslevel=3) as small:
+                shutil.copyfileobj(plain, small, 1 << 20)
+            os.unlink(path)
+
+
+def _window(folder: Path, noted: ProfiledWindow) -> Window | str:
+    """Returns a window, or why it has none to show."""
+    try:
+        return Window.of(_read(folder, noted), noted)
+    except LedgerError as error:
+        return str(error)
+
+
+def _read(folder: Path, noted: ProfiledWindow) -> Trace:
+    path = folder / noted.file
+    if not path.exists():
+        path = path.with_name(path.name + PACKED)
+    if folder.resolve() not in path.resolve().parents:
+        raise LedgerError(f"{noted.file}: not in the run folder")
+    return read(path)
+
+
+def _stacks(folder: Path, noted: ProfiledWindow | None) -> Window | None:
+    """Returns the window with Python's functions, if it can be had: it only shows the user's lines."""
+    if noted is None:
+        return None
+    try:
+        return Window.of(_read(folder, noted), noted)
+    except FlopwiseError:
+        return None
+
+
+def _counted(rank: RankRecord) -> Counted | None:
+    """Returns the FLOPs of a step where all timed steps do the same work."""
+    shapes = {row.shape for row in rank.rows if row.kind == "timed" and row.sampled}
+    counts = [count for count in rank.flops if count.shape in shapes] or rank.flops
+    if len(counts) != 1 or len(shapes) > 1:
+        return None
+    sampled = [row.micro_batches for row in rank.rows if row.kind == "timed" and row.sampled]
+    mean = sum(sampled) / len(sampled) if sampled else 0.0
+    times = mean / counts[0].micro_batches if mean and counts[0].micro_batches else 1.0
+    return Counted.of(counts[0], times)
+
+
+def _peak(record: RunRecord, context: Context) -> Peak | None:
+    """Returns a peak that the table of accelerators does not give: the user's."""
+    return context.peak if record.mfu.peak_kind == "given" else None
+
+
+def _live(profile: Profile, each_s: Sequence[float]) -> Live:
+    windows = []
+    for window in profile.windows:
+        marks = window.marks_ns[window.lead :]
+        mean = (marks[-1] - marks[0]) * 1e-9 / (len(marks) - 1) if len(marks) > 1 else None
+        windows.append(Profiled(window.kind, len(window.flags), mean, window.cost_ns * 1e-9))
+    before = mean_interval(list(each_s))
+    after_s = after_frac = after_ci95 = None
+    if len(profile.after_ns) >= 3:
+        after = mean_interval([ns * 1e-9 for ns in profile.after_ns])
+        after_s, after_frac = after.mean, after.mean / before.mean - 1
+        bounds = (before.low, before.high, after.low, after.high)
+        if None not in bounds:
+            off = [
+                (b or 0.0) - a.mean
+                for a, b in zip((before, before, after, after), bounds, strict=True)
+            ]
+            wide = (
+                (max(map(abs, off[:2])) / before.mean) ** 2
+                + (max(map(abs, off[2:])) / after.mean) ** 2
+            ) ** 0.5
+            after_ci95 = (
+                after_frac - wide * (1 + after_frac),
+                after_frac + wide * (1 + after_frac),
+            )
+    interval = None if before.low is None or before.high is None else (before.low, before.high)
+    return Live(
+        step_s=before.mean,
+        step_s_ci95=interval,
+        steps=len(each_s),
+        windows=windows,
+        idle_from="",
+        after_step_s=after_s,
+        after_frac=after_frac,
+        after_ci95=after_ci95,
+        torn_down=profile.torn_down,
+    )
+
+
+def _merged(record: RunRecord, ledger: LedgerRecord) -> list[Finding]:
+    """Returns the findings of the run and of its ledger; of one cause the ledger's, which saw the device."""
+    seen = {finding.cause for finding in ledger.findings}
+    others = [finding for finding in record.findings if finding.cause not in seen]
+    return [*ledger.findings, *others]
