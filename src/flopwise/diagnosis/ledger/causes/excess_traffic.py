@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from flopwise.diagnosis.ledger.chains import fusible, passes_bytes
 from flopwise.diagnosis.ledger.layouts import channel_by_channel
 from flopwise.diagnosis.ledger.predict import Predict
 from flopwise.diagnosis.ledger.products import bytes_ns
@@ -59,7 +60,13 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
 def _floor(scene: Scene, call: Called) -> float | None:
     if not call.name.startswith("aten::") or not is_zero(call.name):
         return None
-    by_bytes = bytes_ns(operand_bytes(call.name, call.operands), scene)
+    known = (
+        fusible(call) or call.op == "copy"
+    )  # the operators whose reads and writes are known apart
+    moved = (
+        passes_bytes(call) if known and call.tensors else operand_bytes(call.name, call.operands)
+    )
+    by_bytes = bytes_ns(moved, scene)
     return max(by_bytes, scene.least_ns * len(call.work)) if by_bytes is not None else None
 
 
