@@ -56,8 +56,19 @@ def test_what_a_loader_calls_is_waiting(timeline: Any) -> None:
     assert worked(timeline) == {"aten::mm": 30_000}
     events = timeline.read().events
     gaps = Spans(np.asarray([0]), np.asarray([120_000]))
-    found = cpu.attribute(events, gaps).by_cause
+    idle = cpu.attribute(events, gaps)
+    found = idle.by_cause
+    pieces = [(one.start_ns, one.end_ns, one.cause) for one in sorted(idle.pieces)]
+    assert pieces == [(0, 100_000, "input"), (100_000, 120_000, "launch")]
     assert {cause: ns for cause, ns in found.items() if ns} == {"input": 100_000, "launch": 20_000}
+
+
+def test_ends_of_optimizers_that_overlap_never_run_back(timeline: Any) -> None:
+    timeline.op("aten::mm", 0, 1, ([8, 8], "float"))
+    timeline.optimizer(0, 3, tid=2)
+    timeline.optimizer(1, 1)
+    events = timeline.read().events
+    assert cpu.steps(events, cpu.work(events)).bounds_ns.tolist() == [3_000, 3_000]
 
 
 def looped(t: Any, n: int = 4) -> Any:

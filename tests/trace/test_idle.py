@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -32,6 +33,11 @@ def idle_of(timeline: Any, low: float, high: float) -> tuple[IdleTime, list[str]
     found = attribute(Host(events, work), owned.idle)
     assert sum(found.by_cause.values()) == owned.idle_ns
     assert all(ns >= 0 for ns in found.by_cause.values())
+    pieces = sorted(found.pieces)
+    assert sum(one.end_ns - one.start_ns for one in pieces) == owned.idle_ns
+    assert all(a.end_ns <= b.start_ns for a, b in itertools.pairwise(pieces))
+    for cause, ns in found.by_cause.items():
+        assert ns == sum(one.end_ns - one.start_ns for one in pieces if one.cause == cause)
     return found, [events.name_of(row) for row in found.by_row]
 
 
@@ -48,6 +54,29 @@ def test_a_batch_that_was_waited_for(timeline: Any) -> None:
     # 100 to 400 in the loader; then 10 us until the launch, and 10 until it arrives
     assert found.by_cause == only(**{INPUT: 300_000, LAUNCH: 20_000})
     assert who == [NEXT]
+
+
+def test_pieces_lie_where_the_host_was(timeline: Any) -> None:
+    timeline.kernel("a", 10, 90, at=5)
+    timeline.add("user_annotation", NEXT, 160, 140)
+    timeline.call("cudaStreamSynchronize", 320, 20)
+    timeline.op("aten::mm", 100, 325)
+    timeline.kernel("b", 420, 50, at=410)
+    found, _ = idle_of(timeline, 10, 470)
+    pieces = [(one.start_ns // 1000, one.end_ns // 1000, one.cause) for one in sorted(found.pieces)]
+    assert pieces == [
+        (100, 160, LAUNCH), (160, 300, INPUT), (300, 320, LAUNCH), (320, 340, SYNC), (340, 420, LAUNCH),
+    ]  # fmt: skip
+
+
+def test_what_is_made_up_for_comes_first_in_its_gap(timeline: Any) -> None:
+    item(timeline, blocked=40)
+    found, _ = idle_of(timeline, 100, 290)
+    pieces = [(one.start_ns // 1000, one.end_ns // 1000, one.cause) for one in sorted(found.pieces)]
+    # 38 us were blocked before the first gap: 18 of them are made up for in it, 20 in the second one
+    assert pieces == [
+        (200, 202, SYNC), (202, 220, SYNC), (230, 250, SYNC), (260, 280, LAUNCH),
+    ]  # fmt: skip
 
 
 def test_a_loader_inside_a_loader_counts_once(timeline: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -28,6 +29,7 @@ from flopwise.measurement import ceilings
 from flopwise.measurement.words import line, say, short
 from flopwise.records import rank as rank_records
 from flopwise.records import store
+from flopwise.records.ledger import LedgerRecord
 from flopwise.records.rank import RankRecord
 from flopwise.records.run import RunRecord
 
@@ -63,6 +65,7 @@ class Measurement:
     _looked: float = 0.0
     _seen: list[tuple[str, int, int]] = field(default_factory=list)
     _complete: bool = False
+    _ledger: tuple[Any, LedgerRecord | None, str | None] | None = None  # made of what, and how
     _known: list[RankRecord] = field(default_factory=list)  # as last read
 
     def __post_init__(self) -> None:
@@ -114,9 +117,17 @@ class Measurement:
                 f"the run folder {self.folder} went away while the script ran, so nothing is stored there; the report "
                 "is of what had been read before. Give --out a folder that the script leaves alone"
             )
+        self._pack()
         store.write(self.folder / "run.json", self.record)
         _write_page(self.folder / "report.html", self.record)
         return self.record
+
+    def _pack(self) -> None:
+        """Compresses the windows' traces; that they stay as they are costs nothing but room."""
+        from flopwise.measurement import ledgers
+
+        with contextlib.suppress(OSError):
+            ledgers.pack(self.folder, self.ranks())
 
     @property
     def overdue(self) -> bool:
@@ -261,7 +272,11 @@ class Measurement:
             return replace(record, ledger_reason="no windows were profiled (--no-profile)")
         from flopwise.measurement import ledgers
 
-        return ledgers.with_ledger(record, summary.one_per_rank(ranks), self.folder, context)
+        ranks = summary.one_per_rank(ranks)
+        key = [rank.profile for rank in ranks], record.step_s, context.ceilings
+        if self._ledger is None or self._ledger[0] != key:
+            self._ledger = key, *ledgers.ledger_or_reason(record, ranks, self.folder, context)
+        return ledgers.with_ledger(record, *self._ledger[1:])
 
     def _interrupted(self) -> str | None:
         """Returns the name of the signal that ended the job, if one did."""

@@ -26,18 +26,24 @@ from flopwise.trials.interval import mean_interval
 PACKED = ".gz"
 
 
-def with_ledger(
+def with_ledger(record: RunRecord, ledger: LedgerRecord | None, reason: str | None) -> RunRecord:
+    """Returns the record with a ledger and what that finds, or with the reason why there is none."""
+    if ledger is None:
+        return replace(record, ledger_reason=reason)
+    return replace(record, ledger=ledger, findings=_merged(record, ledger))
+
+
+def ledger_or_reason(
     record: RunRecord, ranks: Sequence[RankRecord], folder: Path, context: Context
-) -> RunRecord:
-    """Returns the record with the ledger of its first rank and what that finds, or with the reason why there is none."""
+) -> tuple[LedgerRecord | None, str | None]:
+    """Returns the ledger of the first rank, or why there is none."""
     lead = min(ranks, key=lambda rank: rank.rank)
     try:
-        ledger = ledger_of(record, lead, folder, context)
+        return ledger_of(record, lead, folder, context), None
     except (FlopwiseError, OSError) as error:
-        return replace(record, ledger_reason=str(error))
+        return None, str(error)
     except Exception as error:  # a trace that nobody has seen yet must not cost the report
-        return replace(record, ledger_reason=f"it failed ({type(error).__name__}: {error})")
-    return replace(record, ledger=ledger, findings=_merged(record, ledger))
+        return None, f"it could not be made ({type(error).__name__}: {error})"
 
 
 def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Context) -> LedgerRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flopwise.records.ledger import LedgerRecord, Line
+from flopwise.records.ledger import LedgerRecord, Line, Live
 from flopwise.reports import figures, run_findings
 from flopwise.reports.figures import percent
 from flopwise.reports.screen import WARN, Column, Piece, Screen, bar
@@ -38,6 +38,9 @@ WORDS = {
 }
 OPERATORS = 8
 CELLS = 20
+#: Smaller lines are left to the JSON, but for these.
+SHOWN_FRAC = 0.0005
+ALWAYS = ("ideal", "residual")
 
 
 def draw(screen: Screen, record: LedgerRecord, saved: Sequence[str] = ()) -> None:
@@ -69,6 +72,51 @@ def draw(screen: Screen, record: LedgerRecord, saved: Sequence[str] = ()) -> Non
     if saved:
         screen.blank()
         screen.flow("saved", list(saved))
+
+
+def draw_live(screen: Screen, record: LedgerRecord) -> None:
+    """Draws the part of a run's report that its ledger is: lines, how far they can be trusted, the windows."""
+    _lines(screen, record)
+    residual = record.residual_frac
+    told: list[Piece] = []
+    if residual is not None:
+        estimated = record.live is not None and "estimates" in record.live.idle_from
+        told.append(f"residual {percent(residual)}{', by construction' if estimated else ''}")
+    told.append(f"{percent(record.coverage_frac)} of kernel time has a known cost")
+    told.append(f"device busy {percent(record.busy_frac)}")
+    verdict: Piece = ("trusted", "bold green") if record.trusted else ("not trusted", WARN)
+    screen.flow("ledger", [verdict, *told])
+    for doubt in record.untrusted_because:
+        screen.flow("", [(doubt, WARN)])
+    if record.live is not None:
+        _windows(screen, record.live)
+
+
+def _windows(screen: Screen, live: Live) -> None:
+    cost_s = sum(window.cost_s for window in live.windows)
+    parts = [
+        f"{window.kind}: {figures.counted(window.steps, 'step')}"
+        + (f" of {figures.duration(window.step_s)}" if window.step_s is not None else "")
+        for window in live.windows
+    ]
+    screen.flow(
+        "profiled",
+        [*parts, f"opening, closing and writing them took {figures.duration(cost_s)}, once"],
+    )
+    if live.idle_from:
+        screen.flow("", [f"idle time from {live.idle_from}"])
+    if live.after_frac is None or live.after_step_s is None:
+        screen.flow("", ["the script ended before steps could be timed after them"])
+        return
+    after: list[Piece] = [f"afterwards a step takes {figures.duration(live.after_step_s)}"]
+    change = f"{100 * live.after_frac:+.2g} %"
+    if live.after_ci95 is not None:
+        low, high = (100 * bound for bound in live.after_ci95)
+        change += f" ({low:+.2g} to {high:+.2g}, 95 %)"
+    after.append(change)
+    if live.torn_down not in (None, "yes"):
+        after.append(f"the profiler stays attached: {live.torn_down.removeprefix('no: ')}")
+    screen.flow("", after)
 
 
 def _headline(screen: Screen, record: LedgerRecord) -> None:
@@ -103,6 +151,7 @@ def _lines(screen: Screen, record: LedgerRecord) -> None:
             percent(line.share_frac),
         ]
         for line in record.lines
+        if abs(line.share_frac) >= SHOWN_FRAC or line.name in ALWAYS
     ]
     rows.append([("step", "bold"), "", figures.duration(record.step_s), "", percent(1.0)])
     screen.table(

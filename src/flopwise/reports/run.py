@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 from flopwise.records.run import Env, RunRecord, Steps
-from flopwise.reports import figures, run_findings, run_mfu, run_tables
+from flopwise.reports import figures, ledger, run_findings, run_mfu, run_tables
 from flopwise.reports.figures import percent
 from flopwise.reports.screen import WARN, Piece, Screen
 
@@ -22,6 +22,11 @@ def draw(screen: Screen, record: RunRecord, next_command: str | None, saved: Seq
     _head(screen, record)
     screen.blank()
     _results(screen, record)
+    screen.blank()
+    if record.ledger is not None:
+        ledger.draw_live(screen, record.ledger)
+    elif record.ledger_reason:
+        screen.flow("ledger", ["none", record.ledger_reason])
     screen.blank()
     run_findings.findings(screen, record)
     screen.blank()

@@ -222,6 +222,8 @@ def _refilled(work: Launches, order: Ints, starts: Ints, since: int, until: int)
 
 def _unseen(host: Host, low: int, high: int) -> int:
     """Returns how much of a stretch lies in holes without any event of the driving threads."""
+    if high - low < UNSEEN_NS:
+        return 0
     holes = intervals.complement(host.seen, low, high)
     length = holes.end - holes.start
     return int(length[length >= UNSEEN_NS].sum())

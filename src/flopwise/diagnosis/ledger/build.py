@@ -126,8 +126,10 @@ def ledger(trace: Trace, device: int | None = None, given: Given | None = None) 
     return dataclasses.replace(record, findings=findings(scene))
 
 
-def take(trace: Trace, device: int | None, given: Given) -> Taken:
+def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -> Taken:
     """Returns a trace taken apart: by device work, or by a CPU's operators where there is none.
+
+    Without `peel` the lines of its tally are left out.
 
     Raises:
         LedgerError: no work of the device is in the trace.
@@ -176,7 +178,9 @@ def take(trace: Trace, device: int | None, given: Given) -> Taken:
         sound=sound,
         tally=tallied(
             job, marks, sound.first, scale or _unit_scale(), given.counted, given.padding_frac
-        ),
+        )
+        if peel
+        else Tally(),
         scale=scale,
         reason=reason,
         share=_share(partition(events, device)),

@@ -34,9 +34,9 @@ class Predict:
         before = self._scene.replay.step_ns(host=self.host)
         return max(0.0, 1 - self._scene.replay.step_ns(change, self.host) / before)
 
-    def faster(self, new_ns: Mapping[int, float]) -> float | None:
-        """Returns the gain where pieces of work, by position, take so long instead, if that is less."""
-        return self(Change(work_ns=lambda k, ns: min(float(ns), new_ns.get(k, float(ns)))))
+    def faster(self, ratio: Mapping[int, float]) -> float | None:
+        """Returns the gain where pieces of work, by position, take so much of their time; none takes longer than it did."""
+        return self(Change(work_ns=lambda k, ns: ns * min(1.0, ratio.get(k, 1.0))))
 
     @cached_property
     def host(self) -> float | None:

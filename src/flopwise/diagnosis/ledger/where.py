@@ -19,7 +19,9 @@ from flopwise.trace.table import Events, Ints
 #: How the profiler names a Python function: "train.py(88): main". Source: pytorch/pytorch
 #: torch/csrc/autograd/profiler_python.cpp.
 _FRAME = re.compile(r"^(?P<file>[^()]*\.py)\((?P<line>\d+)\): ")
-_LIBRARY = re.compile(r"(?:^|/)(?:torch|site-packages|dist-packages|lib/python3|<frozen)|importlib")
+_LIBRARY = re.compile(
+    r"(?:^|/)(?:flopwise/(?:meter|fixes|launch)|torch|site-packages|dist-packages|lib/python3|<frozen)|importlib"
+)
 _MOST = 64  # frames that are looked at
 _ENGINE = "autograd::engine::evaluate_function"
 

@@ -105,7 +105,7 @@ def take_light(window: Window, device: int | None) -> Taken:
     Raises:
         LedgerError: no work of the device is in it.
     """
-    return take(window.with_waits(), device, Given(cut=window.cut))
+    return take(window.with_waits(), device, Given(cut=window.cut), peel=False)
 
 
 def busy(taken: Taken) -> Busy:

@@ -171,7 +171,7 @@ def _dips(dips: list[Dip]) -> Html:
         el(
             "tr",
             el("td.num", str(at)),
-            el("td", f"{_place(dip.start_frac)} to {_place(dip.end_frac)} % of the step"),
+            el("td", f"{_place(dip.start_frac)} to {_place(dip.end_frac)}"),
             el("td.num", points(100 * dip.depth_frac)),
             el("td.num", points(100 * dip.share_frac)),
             el("td", CAUSES.get(dip.cause, dip.cause)),
@@ -181,7 +181,7 @@ def _dips(dips: list[Dip]) -> Html:
     ]
     head = [
         el("th.num", ""),
-        el("th", "dip"),
+        el("th", "dip, % of step"),
         el("th.num", "% idle there"),
         el("th.num", "% of step lost"),
         el("th", "mostly"),

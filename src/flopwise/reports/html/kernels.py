@@ -37,7 +37,7 @@ def _kernels(hot: list[Hot], step_s: float) -> Html:
         ("num", "% of step", [points(100 * one.share_frac) for one in hot]),
         ("num.less", "calls", [f"{one.calls:.4g}" for one in hot]),
         ("text", "bound by", [_badge(one.bound) for one in hot]),
-        ("num", "of that bound", [_reached(one) for one in hot]),
+        ("num.less", "of that bound", [_reached(one) for one in hot]),
         ("num.less", "FLOP/s", [_rate(one.flops_per_s, "FLOP/s") for one in hot]),
         ("num.less", "bytes/s", [_rate(one.bytes_per_s, "B/s") for one in hot]),
         ("num.less", "FLOP/byte", [_intensity(one.intensity) for one in hot]),

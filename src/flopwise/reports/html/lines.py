@@ -64,14 +64,14 @@ def draw(record: LedgerRecord) -> Html:
         el("th.num", "if only this were fixed") if gains else None,
     ]
     lines = record.lines[:MOST]
-    low, high = _range(lines, record.step_s)
+    low, width = _range(lines, record.step_s)
     rows, at = [], 0.0
     for line in lines:
         rows.append(
             el(
                 "tr",
                 el("td.name", WORDS.get(line.name, line.name), title=f"line {line.name}"),
-                el("td.bar", _bar(line, at, low, high)),
+                el("td.bar", _bar(line, at, low, width)),
                 el("td.num", scale.text(line.s)),
                 el("td.num.err", _error(line, scale)),
                 el("td.num", points(line.mfu_points if in_points else 100 * line.share_frac)),
@@ -144,16 +144,16 @@ def _step_error(record: LedgerRecord, scale: Scale) -> str:
 
 
 def _range(lines: list[Line], step_s: float) -> tuple[float, float]:
-    """Returns the least and the largest sum on the way down."""
+    """Returns the least sum on the way down, and how far above it the largest one is."""
     low, high, at = 0.0, step_s if math.isfinite(step_s) else 0.0, 0.0
     for line in lines:
         at += line.s if math.isfinite(line.s) else 0.0
         low, high = min(low, at), max(high, at)
-    return low, high if high > low else low + 1.0
+    return low, high - low if high > low else 1.0
 
 
-def _bar(line: Line, at: float, low: float, high: float) -> Html:
-    scale = _WIDTH / (high - low)
+def _bar(line: Line, at: float, low: float, whole: float) -> Html:
+    scale = _WIDTH / whole
     left = (min(at, at + line.s) - low) * scale
     width = max(abs(line.s) * scale, 2.0 if line.s else 0.0)
     kind = line.name if line.name.startswith("idle_") and line.name in WORDS else line.family

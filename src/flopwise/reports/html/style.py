@@ -38,7 +38,7 @@ code,td,dd,li,h1,.name{unicode-bidi:isolate}
 .card .none{font-size:17px}
 .card p{margin:2px 0 0;font-size:12.5px;line-height:1.45;color:var(--dim)}
 .card svg{width:100%;height:6px;margin:4px 0 2px;border-radius:3px;background:var(--line)}
-.verdict{margin:14px 0 0;padding:10px 14px;border:1px solid;border-left-width:5px;border-radius:6px}
+.verdict{margin:14px 0 0;padding:10px 14px;border:1px solid var(--line);border-left-width:5px;border-radius:6px}
 .verdict ul{margin:4px 0 0;padding-left:20px}
 .verdict.good{background:var(--goodback);border-color:var(--goodline)}
 .verdict.good b{color:var(--good)}
@@ -109,7 +109,9 @@ h2{margin-top:30px}
 .lines td.bar svg{height:9px}
 .lines td.err{display:none}
 .lines tr.sum td{border:0}
-.kernel{max-width:none;min-width:170px}
+th,td{padding-right:6px}
+.kernel{max-width:none;min-width:130px}
+.badge{padding:0 5px;font-size:11px}
 dl{grid-template-columns:1fr}
 dt{margin-top:6px}
 }

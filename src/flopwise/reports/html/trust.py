@@ -24,9 +24,7 @@ def draw(record: LedgerRecord) -> Html:
 
 def missing(reason: str | None) -> Html:
     """Returns the place of a ledger that is not there."""
-    return el(
-        "section.verdict.bad", el("b", "No ledger"), ": ", reason or "the record has no reason"
-    )
+    return el("section.verdict", el("b", "No ledger"), ": ", reason or "this run has none")
 
 
 def _facts(record: LedgerRecord) -> str:
