@@ -11,8 +11,9 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 @pytest.fixture
 def benchmark_module(monkeypatch):
-    """Imports a module of benchmarks, its gpu or its gpu/jobs by its bare name, as its script does."""
-    for folder in (BENCHMARKS, BENCHMARKS / "gpu", BENCHMARKS / "gpu" / "jobs"):
+    """Imports a module of benchmarks, its gpu, gpu/jobs or gpu/lines by its bare name, as its script does."""
+    gpu = BENCHMARKS / "gpu"
+    for folder in (BENCHMARKS, gpu, gpu / "jobs", gpu / "lines"):
         monkeypatch.syspath_prepend(folder)
     before = set(sys.modules)
     yield importlib.import_module

@@ -35,6 +35,29 @@ def test_json_to_stdout_is_all_of_it(training: Any, capsys: pytest.CaptureFixtur
     assert sum(line.s for line in record.lines) == pytest.approx(record.step_s)
 
 
+def test_a_given_peak_measures_a_device_that_the_table_does_not_have(
+    training: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = training(4, device="NVIDIA X100").write()
+    assert main(["analyze", str(path), "--json", "-"]) == 0
+    record = store.decode(capsys.readouterr().out.encode(), LedgerRecord, SCHEMA, "stdout")
+    assert (record.mfu, record.peak_flops_per_s) == (None, None)
+    assert "give --peak" in (record.mfu_reason or "")
+    assert main(["analyze", str(path), "--json", "-", "--peak", "bf16=1P"]) == 0
+    record = store.decode(capsys.readouterr().out.encode(), LedgerRecord, SCHEMA, "stdout")
+    assert record.mfu == pytest.approx(2 * 1024**3 / (1e-3 * 1e15))
+    assert record.peak_source == "given: --peak bf16=1P"
+
+
+def test_a_peak_that_is_none_is_one_message(
+    training: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyze", str(training(3).write()), "--peak", "much"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "--peak 'much' is not a rate" in err
+
+
 def test_json_to_a_file_beside_the_report(
     training: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

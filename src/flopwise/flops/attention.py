@@ -193,7 +193,7 @@ def _block(batch: int, t_q: int, t_k: int, width: int) -> int:
 _PARTLY_USED = (
     "seqused_q",
     "seqused_k",
-    "sequed_q",
+    "sequed_q",  # as flash_attn_3 spells it in places
     "sequed_k",
     "seqlen_k",
     "leftpad_k",

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flopwise.diagnosis.ledger.peel import Peeled, peel
+from flopwise.diagnosis.ledger.peel import Peeled, padded_frac, peel
 from flopwise.diagnosis.ledger.scale import Scale
+from flopwise.flops.call import Call, Operand
 from flopwise.flops.table import RULES
 from flopwise.trace.table import Operands
 
@@ -35,10 +36,11 @@ def divided(
     scale: Scale = SCALE,
     least_us: float = 1.0,
     part: float = 1.0,
+    padding: float = 0.0,
 ) -> Peeled:
     found = peel(
-        name, operands(dims, dtype), kernels or ["gemm"], us * 1e3, scale, least_us * 1e3, part
-    )
+        name, operands(dims, dtype), kernels or ["gemm"], us * 1e3, scale, least_us * 1e3, part, padding
+    )  # fmt: skip
     assert sum(found.lines.values()) == pytest.approx(us * 1e3)
     return found
 
@@ -70,6 +72,26 @@ class TestProducts:
         scale = Scale(1e15, "", {"bf16": 1e15}, {"bf16": 0.8})
         assert us(divided(scale=scale)) == {"ideal": 2, "hardware": 0.5, "gemm_excess": 297.5}
 
+    def test_ceiling_and_clock_where_both_are_known(self) -> None:
+        scale = Scale(1e15, "", {"bf16": 1e15}, {"bf16": 0.7}, eta={"bf16": 0.8}, phi=0.5)
+        assert us(divided(scale=scale)) == {
+            "ideal": 2, "ceiling": 0.5, "clock": 2.5, "gemm_excess": 295,
+        }  # fmt: skip
+        fp8 = divided("aten::_scaled_mm", dtype="c10::Float8_e4m3fn", scale=scale)
+        assert "clock" not in fp8.lines  # its FLOPs a clock were not measured
+        assert fp8.lines["hardware"] == 0
+
+    def test_a_boosted_clock_is_negative(self) -> None:
+        scale = Scale(1e15, "", {"bf16": 1e15}, eta={"bf16": 0.8}, phi=1.25)
+        assert us(divided(scale=scale)) == {
+            "ideal": 2, "ceiling": 0.5, "clock": -0.5, "gemm_excess": 298,
+        }  # fmt: skip
+
+    def test_complex_products_are_four_real_ones(self) -> None:
+        found = divided(dtype="c10::complex<float>", kernels=["cgemm"], us=1000)
+        assert found.flops == 8e9
+        assert us(found)["precision"] == 792
+
     def test_faster_than_possible_is_shown_as_it_is(self) -> None:
         assert divided(us=1).lines["gemm_excess"] == -5_000
 
@@ -96,6 +118,40 @@ class TestProducts:
         found = divided(scale=Scale(float("inf"), "none"))
         assert us(found) == {"gemm_unsplit": 300}
         assert found.flops == 2e9
+
+
+class TestPadding:
+    def test_of_a_product(self) -> None:
+        found = divided(padding=0.25)
+        assert us(found) == {"padding": 75, "ideal": 1.5, "gemm_bytes": 3, "gemm_excess": 220.5}
+        assert found.flops == 2e9  # as the step's MFU counts it
+
+    def test_of_attention_all_pairs_with_a_padded_token(self) -> None:
+        q = [1, 1, 1000, 100]
+        found = divided("aten::_scaled_dot_product_flash_attention", [q, q, q], padding=0.25)
+        assert us(found)["padding"] == pytest.approx(300 * (1 - 0.75**2))
+
+    def test_of_packed_attention_its_share(self) -> None:
+        rule = RULES["flash_attn::_flash_attn_varlen_forward"]
+        ends = Operand((3,), "int32", (0, 2, 4))
+        assert padded_frac(rule, Call("packed", {"cu_seqlens_q": ends}), 0.25) == 0.25
+        assert padded_frac(rule, Call("dense", {}), 0.25) == 0.4375
+
+    def test_of_elementwise_work(self) -> None:
+        found = divided("aten::relu", [[1000, 1000]], "float", us=10, padding=0.25)
+        assert us(found) == {"padding": 2.5, "memory_bound": 6, "memory_excess": 1.5}
+
+    def test_where_nothing_is_split(self) -> None:
+        unknown = Scale(float("inf"), "none")
+        assert us(divided(padding=0.25, scale=unknown)) == {"padding": 75, "gemm_unsplit": 225}
+        assert us(divided("aten::relu", us=4, padding=0.25, scale=unknown)) == {
+            "padding": 1, "memory_unsplit": 3,
+        }  # fmt: skip
+
+    def test_a_wider_dtype_keeps_its_padding_in_16_bit(self) -> None:
+        slow = divided(dtype="float", kernels=["sgemm"], us=300, padding=0.5)
+        # 150 us on real tokens become a hundredth or 1 us / 0.68, or half of 6 us for 6 MB
+        assert slow.in_16_bit_ns == pytest.approx(150e3 + 3e3)
 
 
 class TestOthers:
@@ -159,13 +215,17 @@ rates = st.floats(1e9, 1e18)
     name=st.sampled_from(["aten::mm", "aten::relu", "aten::sum", "my::op", "triton_poi_0"]),
     dtype=st.sampled_from(["float", "c10::BFloat16", "c10::Float8_e4m3fn", "long int"]),
     part=st.floats(0, 1),
+    phi=st.none() | st.floats(0.1, 2),
+    padding=st.floats(0, 1),
 )
 def test_the_lines_sum_to_the_time_for_any_rates(
     time_ns: float, reference: float, peaks: dict[str, float], reached: dict[str, float],
     bandwidth: float | None, sizes: tuple[int, int, int], name: str, dtype: str, part: float,
+    phi: float | None, padding: float,
 ) -> None:  # fmt: skip
     m, k, n = sizes
-    scale = Scale(reference, "", peaks, reached, bandwidth)
-    found = peel(name, operands([[m, k], [k, n]], dtype), ["gemm"], time_ns, scale, 1e3, part)
+    scale = Scale(reference, "", peaks, reached, bandwidth, {"bf16": 0.85}, phi)
+    given = operands([[m, k], [k, n]], dtype)
+    found = peel(name, given, ["gemm"], time_ns, scale, 1e3, part, padding)
     largest = max(abs(ns) for ns in found.lines.values())
     assert sum(found.lines.values()) == pytest.approx(time_ns, abs=1e-9 * largest + 1e-6)

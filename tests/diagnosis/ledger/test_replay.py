@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from flopwise.diagnosis.ledger.replay import Change, Replay, without
+from flopwise.diagnosis.ledger.replay import Change, Replay, Serial, without
+from flopwise.trace import cpu
 from flopwise.trace.idle import INPUT, SYNC, Host
 from flopwise.trace.launches import launches
 from flopwise.trace.steps import steps
@@ -105,3 +106,45 @@ def test_streams_run_beside_each_other(timeline: Any) -> None:
     assert replay.step_ns() == pytest.approx(100_000)
     free_b = Change(work_ns=lambda k, ns: 0 if replay.stream[k] == 8 else ns)
     assert replay.step_ns(free_b) == pytest.approx(100_000)
+
+
+def test_work_that_waited_for_another_stream_waits_for_it_again(timeline: Any) -> None:
+    for i in range(6):
+        at = 1000.0 * i
+        timeline.kernel("forward", at + 5, 100, at=at, stream=7)
+        timeline.kernel("collective", at + 110, 500, at=at + 10, stream=8)
+        timeline.optimizer(at + 19, 10)
+        timeline.kernel("update", at + 612, 50, at=at + 20, stream=7)
+        timeline.call("cudaStreamSynchronize", at + 40, 624)
+    replay = replay_of(timeline)
+    as_recorded = replay.step_ns()
+    assert as_recorded == pytest.approx(1_000_000)
+    hidden = Change(work_ns=lambda k, ns: 100 if replay.stream[k] == 8 else ns)
+    # the update starts 400 us sooner, and so does all that the host does after it
+    assert replay.step_ns(hidden) == pytest.approx(as_recorded - 499_900, rel=1e-3)
+
+
+def test_a_host_of_another_pace(timeline: Any) -> None:
+    replay = replay_of(looped(timeline, 30, kernel=5))
+    assert replay.step_ns() == pytest.approx(40_000)
+    assert replay.step_ns(host=0.5) == pytest.approx(20_000, rel=0.01)
+    assert replay.step_ns(host=0.01) == pytest.approx(10_000, rel=0.05)  # two kernels of 5
+    assert replay.step_ns(Change(host=0.5)) == pytest.approx(20_000, rel=0.01)
+
+
+def test_what_the_host_waits_for_has_no_pace(timeline: Any) -> None:
+    replay = replay_of(looped(timeline, 30, loader=500))
+    assert replay.step_ns(host=0.5) == pytest.approx(520_000, rel=0.001)
+
+
+def test_a_job_on_a_cpu_is_its_work_and_the_rest(timeline: Any) -> None:
+    for i in range(4):
+        timeline.op("aten::mm", 100.0 * i, 60)
+        timeline.op("aten::relu", 100.0 * i + 70, 10)
+        timeline.optimizer(100.0 * i + 80, 20)
+    events = timeline.read().events
+    work = cpu.work(events)
+    serial = Serial(work, cpu.steps(events, work), 0)
+    assert serial.step_ns() == pytest.approx(100_000)
+    assert serial.step_ns(host=0.5) == pytest.approx(85_000)
+    assert serial.step_ns(Change(work_ns=lambda _, ns: ns / 2)) == pytest.approx(65_000)

@@ -76,8 +76,7 @@ def chains(scene: Scene, without: frozenset[int] = frozenset()) -> list[list[Lin
             between = result.n_bytes if result is not None else 0
             first = _read_before(run, call).n_bytes if read else 0
             saved = first + (between if write else 0)
-            passes = sum(one.n_bytes for one in _inputs(call)) + between
-            links.append(Link(call, max(passes, saved, 1), saved))
+            links.append(Link(call, max(passes_bytes(call), saved, 1), saved))
         found.append(links)
     return found
 
@@ -105,6 +104,12 @@ def fusible(call: Called) -> bool:
     if call.op == "copy":
         return _keeps_order(call)
     return call.op in POINTWISE or call.op in _NORMALISING or call.op in _REDUCING | _COPIES
+
+
+def passes_bytes(call: Called) -> int:
+    """Returns the bytes that a fusible call reads and writes; of one that reduces, those that it reads."""
+    result = _result(call)
+    return sum(one.n_bytes for one in _inputs(call)) + (result.n_bytes if result else 0)
 
 
 def _follows(before: Called, call: Called) -> bool:

@@ -39,6 +39,8 @@ RESAMPLES = 400
 RESIDUAL_FRAC = 0.02
 BUSY_FRAC = 1.01
 DIFFERING_FRAC = 0.02
+#: A CPU has no window that disturbs less than the one with operators: so far off, what they took is no measure.
+STRETCHED_FRAC = 0.10
 LINES_OF = {Owner.COMMUNICATION: ("comm_unsplit",), Owner.COPY: ("exposed_copy",)}
 
 
@@ -241,8 +243,12 @@ def _overlaid(
     doubts += build.doubts_of(
         by_name, step_s, record.coverage_frac, taken.scale, taken.reason, profiled=False
     )
-    if taken.host is None and taken.scale is None:
-        doubts = [doubt for doubt in doubts if not doubt.startswith("no peak")]
+    stretched = light.step_ns * 1e-9 / step_s - 1
+    if taken.host is None and abs(stretched) > STRETCHED_FRAC:
+        doubts.append(
+            f"the profiled steps differ by {stretched:+.0%} from an undisturbed one: what operators took in them "
+            "is not what they take (the profiler, or other work on this machine)"
+        )
     return dataclasses.replace(
         record,
         steps=len(undisturbed.each_s),

@@ -86,13 +86,13 @@ def share(
         peeled = Peeled({"gemm_unsplit": pool.time_ns}, full)
         return Shared(peeled, {}, tuple(remarks))
     lines: dict[str, float] = defaultdict(float)
-    if padding_frac:
-        lines["padding"] = pool.time_ns * padding_frac
     repeated = {} if replays_seen else counted.repeated
     for dtype, n in repeated.items():
-        lines["recompute"] += sum(at_rates(n, dtype, scale).values()) * (1 - padding_frac)
+        lines["recompute"] += sum(at_rates(n, dtype, scale).values())
     if repeated:
         remarks.append(REPEATED_NOTE.format(source=counted.source))
+    if padding_frac:
+        lines["padding"] = max(0.0, pool.time_ns - lines["recompute"]) * padding_frac
     for dtype, n in flops.items():
         for line, ns in at_rates(n * (1 - padding_frac), dtype, scale).items():
             lines[line] += ns

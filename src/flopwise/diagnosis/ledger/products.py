@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flopwise.diagnosis.ledger.peel import SUSTAINED_FRAC
 from flopwise.diagnosis.ledger.scale import runs_on_tf32
 from flopwise.diagnosis.ledger.scene import Called, Scene
-from flopwise.flops.call import ITEM_BYTES, Operand
+from flopwise.flops.call import ITEM_BYTES, Call
 from flopwise.flops.dtypes import Precision, executed
 from flopwise.flops.table import rule_of
 from flopwise.trace.calls import Tensor, call_of, cost_of, operand_bytes
@@ -114,7 +114,7 @@ def _product(scene: Scene, call: Called) -> Product | None:
     kind = executed(dtype, rule.family, Precision(tf32, tf32, tf32, tf32))
     if kind is None or not flops or call.ns <= 0:
         return None
-    rows, sizes = _layout(call, known.outs, rule.family)
+    rows, sizes = _layout(call, known, rule.family)
     return Product(
         call,
         rule.family,
@@ -127,21 +127,23 @@ def _product(scene: Scene, call: Called) -> Product | None:
     )
 
 
-def _layout(
-    call: Called, outs: tuple[Operand, ...], family: str
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _layout(call: Called, known: Call, family: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns the rows of the operands in elements, and the sizes that could be padded."""
     if family == "convolution":
-        weights = [t.operand.shape for t in call.tensors if len(t.operand.shape) >= 3]
-        weight = weights[2 if "backward" in call.name else 1] if len(weights) > 1 else ()
-        channels = tuple(n for n in weight[:2] if n > _COLOURS)
-        return (channels, channels) if len(channels) == 2 else ((), ())
+        weight = known.maybe("weight")
+        read, written = known.maybe("input", "self"), known.maybe("grad_output")
+        shapes = [one.shape for one in (weight, read, written) if one is not None]
+        channels = (
+            weight.shape[:2] if weight else tuple(shape[1] for shape in shapes if len(shape) > 1)
+        )
+        fits = len(channels) == 2 and min(channels) > _COLOURS
+        return (channels, channels) if fits else ((), ())
     matrices = [t for t in call.tensors if len(t.operand.shape) >= 2][-2:]
     if len(matrices) < 2:
         return (), ()
     (m, k), n = matrices[0].operand.shape[-2:], matrices[1].operand.shape[-1]
     rows = [row for one in matrices if (row := _row(one)) is not None]
-    if outs and min(m, n) > 1:
+    if known.outs and min(m, n) > 1:
         rows.append(n)
     return tuple(rows), (m, n, k)
 

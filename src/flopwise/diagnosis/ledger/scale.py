@@ -86,8 +86,8 @@ def scale_of(
     if row is None:
         notes.append("the memory's bandwidth is not known: what bytes need is not told apart")
     reached, eta, told = _measured(ceilings, device_name, peaks, row, boost_mhz)
-    if not reached and row is not None:
-        reached, told = _stated(row, peaks)
+    stated, by = _stated(row, peaks, set(reached))
+    reached = {**stated, **reached}
     stated_mhz = _stated_mhz(row, boost_mhz)
     bandwidth = row.bandwidth_gb_per_s if row else None
     scale = Scale(
@@ -98,7 +98,7 @@ def scale_of(
         bandwidth * 1e9 if bandwidth else None,
         eta,
         sm_mhz / stated_mhz if sm_mhz and stated_mhz else None,
-        (*notes, *told),
+        (*notes, *told, *by),
     )
     return scale, reason
 
@@ -179,16 +179,19 @@ def _flops_a_clock(gemm: GemmCeiling, sm_max_mhz: float | None) -> float | None:
     return max(rates, default=None)
 
 
-def _stated(row: Accelerator, peaks: dict[str, float]) -> tuple[dict[str, float], list[str]]:
-    """Returns what others measured such a device to reach, by dtype, and where that is from."""
-    reached = {d: rate * 1e12 / peaks[d] for d, rate in row.reached_tflops.items() if d in peaks}
-    if not reached:
-        return {}, [
-            "what the device reaches of its peak was not measured: it is taken as all of it"
-        ]
-    rates = ", ".join(f"{d} {row.reached_tflops[d]:g}" for d in reached)
-    note = f"ceilings: {rates} TFLOP/s, the best matrix products by {row.reached_source}"
-    return _shared(reached, peaks), [note]
+def _stated(
+    row: Accelerator | None, peaks: dict[str, float], known: set[str]
+) -> tuple[dict[str, float], list[str]]:
+    """Returns what others measured such a device to reach of dtypes that are not known better, and where that is from."""
+    if row is None:
+        return {}, []
+    rates = {d: rate for d, rate in row.reached_tflops.items() if d in peaks and d not in known}
+    if not rates:
+        none = "what the device reaches of its peak was not measured: it is taken as all of it"
+        return {}, [] if known else [none]
+    words = ", ".join(f"{dtype} {rate:g}" for dtype, rate in rates.items())
+    note = f"ceilings: {words} TFLOP/s, the best matrix products by {row.reached_source}"
+    return _shared({d: rate * 1e12 / peaks[d] for d, rate in rates.items()}, peaks), [note]
 
 
 def _shared(found: dict[str, float], peaks: dict[str, float]) -> dict[str, float]:

@@ -293,8 +293,8 @@ def _remark(tally: Tally, n: int, padding_frac: float | None) -> None:
     """Adds what must be known to read the lines."""
     if tally.untwinned_ns and n:
         tally.remarks[
-            f"{tally.untwinned_ns * 1e-6 / n:.3g} ms a step of compute ran under collectives and never without: what contention cost it "
-            "is not known, and taken as nothing"
+            f"{tally.untwinned_ns * 1e-6 / n:.3g} ms a step of compute ran under collectives without a twin of known, equal shapes that did "
+            "not: what contention cost it is not known, and taken as nothing"
         ] = None
     if padding_frac:
         tally.remarks[

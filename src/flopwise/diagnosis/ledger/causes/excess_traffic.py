@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from flopwise.diagnosis.ledger.chains import fusible, passes_bytes
 from flopwise.diagnosis.ledger.layouts import channel_by_channel
 from flopwise.diagnosis.ledger.predict import Predict
 from flopwise.diagnosis.ledger.products import bytes_ns
@@ -59,7 +60,14 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
 def _floor(scene: Scene, call: Called) -> float | None:
     if not call.name.startswith("aten::") or not is_zero(call.name):
         return None
-    return bytes_ns(operand_bytes(call.name, call.operands), scene)
+    known = (
+        fusible(call) or call.op == "copy"
+    )  # the operators whose reads and writes are known apart
+    moved = (
+        passes_bytes(call) if known and call.tensors else operand_bytes(call.name, call.operands)
+    )
+    by_bytes = bytes_ns(moved, scene)
+    return max(by_bytes, scene.least_ns * len(call.work)) if by_bytes is not None else None
 
 
 def _described(scene: Scene, calls: list[Called]) -> str:
@@ -89,7 +97,7 @@ def _whole(tensor: Tensor) -> bool:
 
 
 def _straightened(scene: Scene, scattered: list[Called]) -> dict[int, float]:
-    """Returns how long scattered calls take at the rate of their whole twins, by position; none without twins."""
+    """Returns how much of its time scattered work takes at the rate of its whole twin, by position; none without twins."""
     new = {}
     for call in scattered:
         twins = [
@@ -98,9 +106,7 @@ def _straightened(scene: Scene, scattered: list[Called]) -> dict[int, float]:
             if one.name == call.name and _sizes(one) == _sizes(call) and not _scattered(one)
         ]
         if twins:
-            ratio = min(1.0, max(twins) / call.ns)
-            for k in call.work:
-                new[k] = ratio * float(scene.job.work.end_ns[k] - scene.job.work.start_ns[k])
+            new.update(dict.fromkeys(call.work, max(twins) / call.ns))
     return new
 
 

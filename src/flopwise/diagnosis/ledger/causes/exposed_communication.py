@@ -24,7 +24,7 @@ _BYTES = {
 
 def find(scene: Scene, predict: Predict) -> Finding | None:
     """Returns a finding with the collectives, the longest first, and what hiding them behind compute would give at most."""
-    share = scene.family_share("communication")
+    share = scene.family_share("communication") - scene.share("contention")
     if share < LEAST_FRAC:
         return None
     work = scene.job.work

@@ -32,8 +32,7 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
             continue
         ratio = min(1.0, expected / one.call.ns)
         lost_ns += one.call.ns * (1 - ratio)
-        for k in one.call.work:
-            new[k] = ratio * float(scene.job.work.end_ns[k] - scene.job.work.start_ns[k])
+        new.update(dict.fromkeys(one.call.work, ratio))
     sizes = _sizes(odd)
     return Finding(
         code="L110",

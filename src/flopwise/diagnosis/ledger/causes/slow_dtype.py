@@ -34,17 +34,16 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
 
 
 def _in_16_bit(scene: Scene) -> dict[int, float]:
-    """Returns how long work takes in 16 bit, by position; a product whose rows are not aligned there gains less."""
-    new = dict(scene.tally.faster)
+    """Returns how much of its time work takes in 16 bit, by position; a product whose rows are not aligned there gains less."""
+    length = scene.job.work.end_ns - scene.job.work.start_ns
+    left = {k: ns / float(length[k]) for k, ns in scene.tally.faster.items()}
     if scene.scale is None:
-        return new
+        return left
     for one in products(scene):
         bytes_16 = one.alignment(2)
-        if bytes_16 == ALIGNED_BYTES or not any(k in new for k in one.call.work):
-            continue
-        rate = MISALIGNED_FRAC[bytes_16] * scene.scale.reference_flops_per_s * 1e-9
-        ratio = min(1.0, one.flops / rate / one.call.ns)
-        for k in one.call.work:
-            length = float(scene.job.work.end_ns[k] - scene.job.work.start_ns[k])
-            new[k] = max(new.get(k, 0.0), length * ratio)
-    return new
+        if bytes_16 < ALIGNED_BYTES:
+            rate = MISALIGNED_FRAC[bytes_16] * scene.scale.reference_flops_per_s * 1e-9
+            for k in one.call.work:
+                if k in left:
+                    left[k] = max(left[k], one.flops / rate / one.call.ns)
+    return left

@@ -54,8 +54,7 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
     if fused and passes > fused:
         said += f"; some {passes:.0f} passes over each parameter, where the fused one makes {fused}"
     ratio = _ratio(scene, calls, grouped, passes, fused)
-    length = scene.job.work.end_ns - scene.job.work.start_ns
-    new = {k: ratio * float(length[k]) for call in calls for k in call.work} if ratio else {}
+    new = {k: ratio for call in calls for k in call.work} if ratio is not None else {}
     return Finding(
         code="L114",
         cause="unfused-optimizer",

@@ -1,0 +1,46 @@
+"""The loss is read with `.item()` at every step, before some milliseconds of bookkeeping in Python.
+
+Moves: `idle_sync`. Without the read the host runs ahead and its bookkeeping hides behind the device's work. The read
+lets the device run dry, and everything that the host does until the queue is full again is paid for: that is the line,
+and no longer than the call blocked. A rest may lie in `idle_launch`.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from loop import Arm, Where, adamw, main
+from net import TokenNet, sequences
+
+
+def book(total: float, value: float) -> float:
+    """Returns a running figure after some milliseconds of arithmetic in Python."""
+    for _ in range(200_000):
+        total += (value - total) * 0.001
+    return total
+
+
+def build(fault: bool, where: Where) -> Arm:
+    """Returns training that reads the loss at each step, or never."""
+    vocab, width, layers, batch, length = (
+        (512, 64, 2, 4, 32) if where.small else (8192, 1024, 8, 16, 1024)
+    )
+    model = TokenNet(vocab, width, layers).to(where.device, where.dtype)
+    optimizer = adamw(model.parameters())
+    pool = sequences(where, vocab, batch, length)
+    state = {"steps": 0, "total": 0.0}
+
+    def step() -> None:
+        ids = pool[state["steps"] % len(pool)]
+        loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+        state["steps"] += 1
+        value = loss.item() if fault else float(state["steps"])
+        state["total"] = book(state["total"], value)
+
+    return Arm(step, settle=6)
+
+
+if __name__ == "__main__":
+    main(__doc__, build)

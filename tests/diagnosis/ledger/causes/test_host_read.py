@@ -1,0 +1,24 @@
+"""L102: the host waits for the device, and the device then for the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+HALF = ([2048, 2048], "c10::BFloat16")
+
+
+def test_reading_the_loss_at_every_step(job: Any, found: Any) -> None:
+    job.steps(20, lambda: job.op("aten::mm", 60, HALF, HALF), sync=True)
+    finding = found(job)["host-read"]
+    assert finding.code == "L102"
+    assert "20 calls in the trace waited" in finding.evidence
+    assert "cudaStreamSynchronize" in finding.evidence
+    # 4 to start, 70 of work, 2 to return and 20 of Python: 96; without it the device's 70
+    assert finding.predicted_gain_frac == pytest.approx(1 - 70 / 96, abs=0.03)
+
+
+def test_without_reads_there_is_nothing(job: Any, found: Any) -> None:
+    job.steps(20, lambda: job.op("aten::mm", 60, HALF, HALF))
+    assert found(job) == {}

@@ -1,0 +1,66 @@
+"""L108: attention writes its scores to memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+PLANES, T, D = 192, 1024, 64
+SCORES = [16, 12, T, T]
+QUERIES, KEYS = ([PLANES, T, D], "c10::BFloat16"), ([PLANES, D, T], "c10::BFloat16")
+FLAT, VALUES = ([PLANES, T, T], "c10::BFloat16"), ([PLANES, T, D], "c10::BFloat16")
+
+
+def attention(job: Any) -> None:
+    scores = (SCORES, "c10::BFloat16")
+    job.op("aten::bmm", 200, QUERIES, KEYS)
+    job.op("aten::mul", 190, scores, 0.125)
+    job.op("aten::masked_fill_", 300, scores, ([1, 1, T, T], "bool"), 0)
+    job.op("aten::_softmax", 210, scores, -1, "False")
+    job.op("aten::bmm", 200, FLAT, VALUES)
+    job.op("aten::_softmax_backward_data", 280, scores, scores, -1, 5, backward=True)
+    job.op("aten::mul", 190, scores, 0.125, backward=True)
+
+
+def test_written_out(job: Any, found: Any) -> None:
+    finding = found(job.steps(6, lambda: attention(job)))["unfused-attention"]
+    assert finding.code == "L108"
+    moved = 190 + 300 + 210 + 280 + 190
+    assert finding.share_frac == pytest.approx(moved / 1580, abs=1e-4)
+    assert finding.predicted_gain_frac == pytest.approx(moved / 1580, abs=0.001)
+    assert (
+        "1 times a step attention writes its scores [16, 12, 1024, 1024] bfloat16"
+        in finding.evidence
+    )
+    assert "1.17 ms a step beside 0.4 ms of products" in finding.evidence
+    assert "scaled_dot_product_attention(q, k, v, is_causal=True)" in finding.advice
+
+
+def test_it_is_not_named_twice(job: Any, found: Any) -> None:
+    assert set(found(job.steps(6, lambda: attention(job)))) == {"unfused-attention"}
+
+
+def test_the_math_backend(job: Any, found: Any) -> None:
+    def body() -> None:
+        job.t.op("aten::_scaled_dot_product_attention_math", job.host, 51)
+        attention(job)
+
+    finding = found(job.steps(6, body))["unfused-attention"]
+    assert "fell back to its math backend" in finding.evidence
+    assert "16-bit queries" in finding.advice
+
+
+def test_fused_attention_is_no_fault(job: Any, found: Any) -> None:
+    q = ([16, 12, T, D], "c10::BFloat16")
+    name = "aten::_scaled_dot_product_flash_attention"
+    job.steps(6, lambda: job.op(name, 200, q, q, q, 0.0, "True", "False"))
+    assert found(job) == {}
+
+
+def test_a_softmax_of_anything_else_is_no_attention(job: Any, found: Any) -> None:
+    def body() -> None:
+        job.op("aten::bmm", 200, QUERIES, ([PLANES, D, 32], "c10::BFloat16"))
+        job.op("aten::_softmax", 210, (SCORES, "c10::BFloat16"), -1, "False")
+
+    assert "unfused-attention" not in found(job.steps(6, body))
