@@ -59,7 +59,7 @@ def test_a_product_is_bound_by_compute(timeline: Any) -> None:
     assert one.intensity == pytest.approx(FLOPS / SQUARE_BYTES)
     assert one.flops_per_s == pytest.approx(FLOPS / 100e-6)
     assert one.bytes_per_s == pytest.approx(SQUARE_BYTES / 100e-6)
-    assert one.of_bound_frac == pytest.approx(FLOPS / 100e-6 / REACHED)
+    assert one.of_bound_frac == pytest.approx(FLOPS / 100e-6 / PEAK)
 
 
 def test_a_narrow_product_is_bound_by_memory(timeline: Any) -> None:
