@@ -139,6 +139,13 @@ def test_doubts_are_listed(trace_record: LedgerRecord, parsed: Parsed) -> None:
     assert [doubt.text for doubt in verdict.all("li")] == ["<b>one", "two"]
 
 
+def test_a_residual_that_cannot_fail_says_so(live: LedgerRecord, parsed: Parsed) -> None:
+    assert live.live is not None
+    guessed = dataclasses.replace(live.live, idle_from="the rest: causes are estimates")
+    page = render_ledger_html(dataclasses.replace(live, live=guessed, residual_frac=0.0))
+    assert parsed(page).all("section", "verdict")[0].text.endswith("residual 0 % by construction")
+
+
 def test_nothing_can_be_loaded_or_run(trace_record: LedgerRecord, parsed: Parsed) -> None:
     page = render_ledger_html(trace_record)
     head = parsed(page).all("head")[0]
