@@ -10,7 +10,7 @@ from flopwise.trace.calls import call_of
 from flopwise.units import percent
 
 LEAST_FRAC = 0.02
-_MASKS = ("attn_bias", "attn_mask", "attn_bias_opt")
+_MASKS = ("attn_bias", "attn_mask", "bias")  # as the fused operators name it
 
 
 def find(scene: Scene, predict: Predict) -> Finding | None:
