@@ -164,7 +164,7 @@ def bases() -> list[Base]:
     compiled = Fix("compile", (*TRAFFIC, "launch-bound"), limit_s=130.0)
     layout = Fix("channels_last", LAYOUT)
     workers = Fix("workers", ("input-wait",), rounds=3, seconds=45.0, limit_s=110.0)
-    pinned = Fix("pinned", ("exposed-copy", "host-copy"), rounds=3)
+    pinned = Fix("pinned", ("exposed-copy", "pageable-copy"), rounds=3)
     gpt2, images = "ladders/gpt2.py", "ladders/images.py"
     fed = "bf16,workers,pinned,no-item"
     return [

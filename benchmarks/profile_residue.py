@@ -17,11 +17,13 @@ import json
 import statistics
 import sys
 import tempfile
+import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runs import GPU, Lane, archive, chosen, environment, measured
+from runs import GPU, Lane, archive, chosen, environment, in_lanes, lanes, measured
 
 from flopwise.trials.interval import FEWEST_RUNS, independent_ratio
 
@@ -69,8 +71,8 @@ class Process:
 
     @property
     def ratio(self) -> float | None:
-        """After over before."""
-        if self.before_s is None or self.after_s is None:
+        """After over before; None where something went wrong."""
+        if self.problem is not None or self.before_s is None or self.after_s is None:
             return None
         return self.after_s / self.before_s
 
@@ -125,7 +127,7 @@ def read(process: Process, folder: Path, record: dict[str, Any], last_s: float) 
         process.said_frac = mean_ns / 1e9 / record["step_s"]["mean"] - 1
 
 
-def run(case: Case, arm: str, folder: Path, flags: argparse.Namespace) -> Process:
+def run(case: Case, arm: str, folder: Path, flags: argparse.Namespace, lane: Lane) -> Process:
     """Returns what one process showed. Never raises."""
     process = Process(arm)
     folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +137,7 @@ def run(case: Case, arm: str, folder: Path, flags: argparse.Namespace) -> Proces
     env = {"TRUTH_JSON": str(folder / "truth.json")}
     try:
         record, problem, process.wall_s = measured(
-            script, folder, flags.seconds + 60, Lane(), ours, env
+            script, folder, flags.seconds + 60, lane, ours, env
         )
         process.problem = problem
         if record is not None and problem is None:
@@ -179,16 +181,24 @@ def verdict(low: float, high: float) -> str:
 def text(process: Process) -> str:
     """Returns a process as one line."""
     if process.problem is not None:
-        return f"    {process.arm:9s} {process.problem}"
+        return f"{process.arm:9s} {process.problem}"
     assert process.before_s is not None
     assert process.after_s is not None
     said = "-" if process.said_frac is None else f"{process.said_frac:+.2%}"
     between = process.said_ci95
     said += f" ({between[0]:+.2%} to {between[1]:+.2%})" if between else ""
     return (
-        f"    {process.arm:9s} before {1e3 * process.before_s:.4f} ms, after {1e3 * process.after_s:.4f} ms, "
+        f"{process.arm:9s} before {1e3 * process.before_s:.4f} ms, after {1e3 * process.after_s:.4f} ms, "
         f"ratio {process.ratio:.4f}; flopwise says {said}; torn down: {process.torn_down or '-'}; {process.wall_s:.0f} s"
     )
+
+
+def summary(found: dict[str, Any]) -> str:
+    """Returns a case's ratio and verdict as a line."""
+    ratio = found.get("ratio")
+    if ratio is None:
+        return str(found["verdict"])
+    return f"ratio {ratio['ratio']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f}): {found['verdict']}"
 
 
 def main() -> int:
@@ -199,32 +209,37 @@ def main() -> int:
     add("--work", type=Path, help="folder for what the runs write (default: a new temporary one)")
     add("--only", help="names, with commas")
     add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--lanes", type=int, default=1, help="cases at a time, each on a GPU of its own")
     add("--pairs", type=int, default=4, help="pairs of processes, at least 3")
-    add("--seconds", type=float, default=22.0, help="for the training of one process")
-    add("--last", type=float, default=5.0, help="seconds at its end that are compared")
+    add("--seconds", type=float, default=20.0, help="for the training of one process")
+    add("--last", type=float, default=4.0, help="seconds at its end that are compared")
     flags = parser.parse_args()
     every = {case.name: case for case in CASES[flags.device]}
     names = chosen(list(every), flags.only)
     work = flags.work or Path(tempfile.mkdtemp(prefix="profile-residue-"))
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"environment": environment(), "cases": {}}
-    failed = 0
-    for name in names:
-        print(name, flush=True)
-        processes: list[Process] = []
-        for pair in range(flags.pairs):
-            order = ("profiled", "plain") if pair % 2 == 0 else ("plain", "profiled")
-            for arm in order:
-                processes.append(run(every[name], arm, work / name / f"{pair}-{arm}", flags))
-                print(text(processes[-1]), flush=True)
-        found = judge(processes)
-        result["cases"][name] = {**found, "processes": [asdict(p) for p in processes]}
-        flags.out.write_text(json.dumps(result, indent=1))
-        ratio = found.get("ratio")
-        if ratio:
-            print(f"  ratio {ratio['ratio']:.4f} ({ratio['low']:.4f} to {ratio['high']:.4f})")
-        print(f"  {name}: {found['verdict']}", flush=True)
-        failed += found["verdict"].startswith("FAIL")
+    lock = threading.Lock()
+
+    def job_of(name: str) -> Callable[[Lane], None]:
+        def job(lane: Lane) -> None:
+            processes = []
+            for pair in range(flags.pairs):
+                order = ("profiled", "plain") if pair % 2 == 0 else ("plain", "profiled")
+                for arm in order:
+                    folder = work / name / f"{pair}-{arm}"
+                    processes.append(run(every[name], arm, folder, flags, lane))
+                    print(f"{name:9s} {text(processes[-1])}", flush=True)
+            found = judge(processes)
+            with lock:
+                result["cases"][name] = {**found, "processes": [asdict(p) for p in processes]}
+                flags.out.write_text(json.dumps(result, indent=1))
+                print(f"{name}: {summary(found)}", flush=True)
+
+        return job
+
+    in_lanes([job_of(name) for name in names], lanes(flags.lanes))
+    failed = sum(case["verdict"].startswith("FAIL") for case in result["cases"].values())
     archive(work, flags.out.with_suffix(".tar.gz"))
     return 1 if failed else 0
 

@@ -34,7 +34,7 @@ table | gains)
     ;;
 residue)
     # shellcheck disable=SC2086
-    exec timeout -k 5 "$limit" "$python" benchmarks/profile_residue.py $only \
+    exec timeout -k 5 "$limit" "$python" benchmarks/profile_residue.py $only --lanes "$lanes" \
         --out "$OUT/profile_residue.json"
     ;;
 *)

@@ -51,6 +51,22 @@ def test_every_script_of_a_program_is_run(lines):
     assert scripts == {Path(program.path).stem for program in lines.programs()}
 
 
+def test_every_cause_that_names_a_fault_is_one_that_flopwise_finds(lines, jobs):
+    diagnosis = Path(__file__).resolve().parents[2] / "src" / "flopwise" / "diagnosis"
+    text = "\n".join(path.read_text() for path in diagnosis.rglob("causes/*.py"))
+    known = set(re.findall(r'cause="([\w-]+)"', text))
+    wanted = {cause for program in lines.programs() for cause in program.causes}
+    wanted |= {cause for base in jobs.bases() for fix in base.fixes for cause in fix.causes}
+    assert wanted | set(lines.HARMLESS) <= known
+
+
+def test_every_line_is_one_of_the_ledger(lines):
+    from flopwise.records.ledger import FAMILIES
+
+    wanted = {line for program in lines.programs() for line in program.lines}
+    assert wanted <= set(FAMILIES)
+
+
 def test_every_job_and_rung_has_its_script_and_its_fixes(jobs):
     for job in [*jobs.table_jobs(), *(base.job for base in jobs.bases())]:
         script = jobs.GPU / job.script
@@ -195,6 +211,9 @@ def test_pairs_of_processes_are_compared_whatever_their_order(residue):
     assert residue.judge([process("profiled", 1), process("plain", 1)])["verdict"] == (
         "not shown: too few pairs"
     )
+    failed = process("profiled", 1.1)
+    failed.problem = "the windows reach into the last seconds"
+    assert residue.judge([failed, process("plain", 1.0)])["pairs"] == 0
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def build(graph: bool, where: Where) -> Arm:
     captured = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         step()
-    return Arm(captured.replay)
+    return Arm(lambda: captured.replay())  # looked up anew each time: a meter may have wrapped it
 
 
 INDUCTOR = "--inductor" in sys.argv

@@ -54,6 +54,7 @@ class Tally:
     needed: Counter[str] = field(default_factory=Counter)
     needed_causal: Counter[str] = field(default_factory=Counter)
     executed: Counter[str] = field(default_factory=Counter)
+    repeated: Counter[str] = field(default_factory=Counter)  # forwards that ran again, as needed
     by_op: Counter[str] = field(default_factory=Counter)
     by_role: Counter[str] = field(default_factory=Counter)
     unneeded: Counter[str] = field(
@@ -84,6 +85,8 @@ class Tally:
             self.devices.setdefault(place.role, set()).add(place.device)
         if cost.note:
             self.notes[cost.note] += 1
+        if place.role == REPEATED:
+            self.repeated[runs_in] += factor * cost.needed_causal
         if place.role in (FORWARD, BACKWARD):
             self.needed[runs_in] += factor * cost.needed
             self.needed_causal[runs_in] += factor * cost.needed_causal
@@ -129,6 +132,7 @@ class Tally:
             needed_causal=_positive(self.needed_causal),
             executed=_positive(self.executed),
             recomputed=extra,
+            repeated=_positive(self.repeated),
             coverage_frac=covered,
             coverage_basis=basis,
             uncovered=[f"{name} ({percent(share)})" for name, share in missing.items()],
@@ -193,6 +197,7 @@ def merged(shape: str, method: str, counts: list[FlopCount]) -> FlopCount:
         needed_causal=total("needed_causal"),
         executed=total("executed"),
         recomputed=sum(c.recomputed for c in counts),
+        repeated=total("repeated"),
         coverage_frac=lowest.coverage_frac,
         coverage_basis=lowest.coverage_basis,
         uncovered=list(dict.fromkeys(name for c in counts for name in c.uncovered)),

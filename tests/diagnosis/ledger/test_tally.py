@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flopwise.diagnosis.ledger.build import LedgerError, ledger
+from flopwise.diagnosis.ledger.build import Given, LedgerError
+from flopwise.diagnosis.ledger.build import ledger as made
 from flopwise.diagnosis.ledger.counted import Counted
 from flopwise.flops.table import RULES
 from flopwise.hardware.accelerators import parse_peak
@@ -22,6 +23,10 @@ GEMM = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
 EAGER = 2 * 1024**3  # FLOPs of the fixture's product a step
 REACHED = 794.5e6  # FLOPs a microsecond of an H200, bf16
 PEAK = 989.5e6
+
+
+def ledger(trace: Any, **given: Any) -> LedgerRecord:
+    return made(trace, given=Given(**given))
 
 
 def us(record: LedgerRecord) -> dict[str, float]:
