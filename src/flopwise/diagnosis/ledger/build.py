@@ -162,7 +162,7 @@ def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -
     sound = judge(trace.events, sifted, work, marks)
     if cut is not None:
         sound.first = max(sound.first, cut.first)
-    host = Host(events, work)
+    host = Host(events, work, watched=cut is not None)
     replay = Replay(events, work, host, marks)
     if given.lengths is not None:
         work = given.lengths(events, work)

@@ -98,7 +98,8 @@ def live_ledger(
     elif taken.host is not None:
         before = _differ(measured, taken)
     lines, idle = _Lines(taken, measured, undisturbed).reconciled()
-    record = _overlaid(record_of(taken), taken, measured, undisturbed, lines, idle, before)
+    recorded = record_of(taken)
+    record = _overlaid(recorded, taken, measured, undisturbed, lines, idle, before)
     by_name = {line.name: line for line in record.lines}
     scene = Scene(
         taken.job,
@@ -119,7 +120,15 @@ def live_ledger(
     if lighter is not None:
         drawn = heat(lighter.job, lighter.marks, lighter.sound.first)
         record = dataclasses.replace(record, heat=drawn, partition=lighter.share)
-    live = dataclasses.replace(live, idle_from=_idle_from(idle, light is None))
+    lengths = {"light": measured.step_ns * 1e-9, "heavy": recorded.step_s}
+    live = dataclasses.replace(
+        live,
+        idle_from=_idle_from(idle, light is None),
+        windows=[
+            dataclasses.replace(one, step_s=lengths.get(one.kind, one.step_s))
+            for one in live.windows
+        ],
+    )
     return dataclasses.replace(record, live=live, findings=findings(scene))
 
 
@@ -157,9 +166,6 @@ class _Lines:
         self.heavy = np.asarray(
             [[step.get(name, 0.0) for name in self.names] for step in taken.tally.lines]
         )
-        late = sum(step.get("idle_launch", 0.0) for step in taken.tally.lines)
-        unseen = sum(step.get("idle_other", 0.0) for step in taken.tally.lines)
-        self.late_of_rest = late / (late + unseen) if late + unseen else 1.0
         self.owner = np.asarray([_owner_of(name) for name in self.names])
 
     def reconciled(self) -> tuple[list[Line], Idle]:
@@ -193,7 +199,7 @@ class _Lines:
             elif owned[owner] > 0:  # the heavy window has none of it
                 name = LINES_OF.get(owner, ("unattributed",))[0]
                 values[self.names.index(name)] = owned[owner]
-        idle = idle_of(step_ns, light, self.input_ns, self.late_of_rest)
+        idle = idle_of(step_ns, light, self.input_ns)
         found = dict(zip(self.names, values.tolist(), strict=True))
         found |= {f"idle_{cause}": ns for cause, ns in idle.by_cause.items()}
         found["residual"] = idle.residual_ns

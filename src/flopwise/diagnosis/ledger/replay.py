@@ -155,6 +155,9 @@ class Replay:
                     ends[k] = start + change.work_ns(k, length)
                     free[stream] = max(ends[k], free.get(stream, float("-inf")))
                 clock += (took if new is None else new) * host
+                if new is not None:
+                    waited += took
+                    still += new * host
             elif new is not None:
                 clock += new
             elif item.awaited >= 0:
