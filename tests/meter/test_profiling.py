@@ -263,7 +263,7 @@ def test_what_is_no_training_interrupts_a_window(start: Any, how: str, tmp_path:
 def test_windows_that_are_always_interrupted_are_given_up(start: Any) -> None:
     run = start()
     training = run.training
-    at = {n: training.net.eval for n in range(HEAVY_FROM, HEAVY_FROM + 40, 2)}
+    at = dict.fromkeys(range(HEAVY_FROM, HEAVY_FROM + 40, 2), training.net.eval)
     training.run(ENOUGH + 40, at=at)
     assert run.profile.windows == []
     assert run.profile.state == (
@@ -275,7 +275,7 @@ def test_windows_that_are_always_interrupted_are_given_up(start: Any) -> None:
 def test_what_most_steps_hold_is_part_of_them(start: Any) -> None:
     run = start()
     training = run.training
-    training.run(ENOUGH + 10, at={n: training.net.eval for n in range(1, 200)})
+    training.run(ENOUGH + 10, at=dict.fromkeys(range(1, 200), training.net.eval))
     assert run.profile.state == "done"
     assert run.windows["heavy"].flags == [0] * (HEAVY + 2)
 
