@@ -33,6 +33,30 @@ def test_nothing_of_ours_is_on_stdout_and_json_is_the_record(go: Go, tmp_path: P
     assert json.loads(path.read_text())["schema"] == "flopwise.run/1"
 
 
+def test_html_is_the_page_of_the_run_folder(go: Go, tmp_path: Path) -> None:
+    path = tmp_path / "kept.html"
+    done = go("train(40)", html_path=str(path))
+    page = path.read_text("utf-8")
+    assert page == (done.folder / "report.html").read_text("utf-8")
+    assert "flopwise run script.py" in page
+    assert "run/run.json · run/report.html" in done.err
+
+
+def test_a_page_that_fails_costs_nothing_else(go: Go, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flopwise.reports import html
+
+    def fail(record: Any) -> str:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(html, "render_html", fail)
+    done = go("train(40); sys.exit(3)")
+    assert done.code == 3
+    assert done.record.steps.total == 40
+    assert "flopwise: no report.html: of ours" in done.ours()
+    assert "  throughput" in done.err
+    assert not (done.folder / "report.html").exists()
+
+
 def test_quiet_is_silent_and_measures(go: Go) -> None:
     done = go("train(40); print('out'); print('err', file=sys.stderr)", quiet=True)
     assert (done.out, done.err) == ("out\n", "err\n")
@@ -68,8 +92,9 @@ def test_json_that_cannot_be_written_is_said_before_the_start(in_folder: Path, p
         with pytest.raises(RunFolderError, match="cannot be written"):
             api.write_json(path, Telemetry())
         return
-    with pytest.raises(RunFolderError, match=r"cannot be written there\. Nothing was started"):
-        api.run_command(Job(["false"], "x", None), json_path=path)
+    for option in ("json_path", "html_path"):
+        with pytest.raises(RunFolderError, match=r"cannot be written there\. Nothing was started"):
+            api.run_command(Job(["false"], "x", None), **{option: path})
     assert not (in_folder / "flopwise-runs").exists()
 
 

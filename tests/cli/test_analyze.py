@@ -69,6 +69,28 @@ def test_json_to_a_file_beside_the_report(
     assert capsys.readouterr().out == target.read_text("utf-8")
 
 
+def test_html_to_a_file_beside_the_report(
+    training: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, target = training(4).write(), tmp_path / "ledger.html"
+    assert main(["analyze", str(path), "--html", str(target)]) == 0
+    assert "ledger.html" in capsys.readouterr().out
+    page = target.read_text("utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "Where the step goes" in page
+    assert main(["analyze", str(path), "--html", str(target), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["heat"]["bins"] == 100
+    assert target.read_text("utf-8") == page
+
+
+def test_html_that_cannot_be_written(training: Any, tmp_path: Path, capsys: Any) -> None:
+    target = tmp_path / "none" / "ledger.html"
+    assert main(["analyze", str(training(3).write()), "--html", str(target)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "none" in err
+
+
 def test_a_device_by_number(training: Any, capsys: pytest.CaptureFixture[str]) -> None:
     t = training(4)
     t.kernel("other", 20_000, 50, device=1)

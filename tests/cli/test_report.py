@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flopwise.cli import main, report
-from flopwise.errors import FlopwiseError, RecordError, RunFolderError
+from flopwise.errors import FlopwiseError, RecordError, RunFolderError, UsageError
 
 DATA = Path(__file__).parents[1] / "reports" / "data"
 PARSE = """
@@ -77,6 +77,29 @@ def test_json_is_the_whole_record_in_one_stable_form(tmp_path, capsys, name):
     assert run(tmp_path / "again.json", "--json") == 0
     assert capsys.readouterr().out == first
     assert report.load(tmp_path / "again.json") == report.load(DATA / f"{name}.json")
+
+
+def test_html_is_written_beside_what_is_printed(tmp_path, capsys):
+    target = tmp_path / "page.html"
+    expected = (DATA / "cpu.100.txt").read_text(encoding="utf-8")
+    assert run(DATA / "cpu.json", "--width", "100", "--html", target) == 0
+    assert capsys.readouterr() == (expected, "")
+    page = target.read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "flopwise run train_gpt.py --batch-size 16" in page
+    assert run(DATA / "cpu.json", "--html", "/dev/null") == 0
+
+
+def test_html_of_a_tune_is_refused(tmp_path):
+    target = tmp_path / "page.html"
+    with pytest.raises(UsageError, match=r"tune\.json: --html draws runs, and this is a tune"):
+        run(DATA / "tune.json", "--html", target)
+    assert not target.exists()
+
+
+def test_html_that_cannot_be_written(tmp_path):
+    with pytest.raises(RunFolderError, match="none"):
+        run(DATA / "cpu.json", "--html", tmp_path / "none" / "page.html")
 
 
 @pytest.mark.parametrize("width", ["39", "201", "-5", "ten", "1e2", "٤٤", ""])

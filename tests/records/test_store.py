@@ -275,3 +275,14 @@ def test_writing_needs_the_standard_library_alone():
         [sys.executable, "-c", ALONE], capture_output=True, encoding="utf-8", check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_text_goes_where_an_option_says(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    store.put_text("--html", str(tmp_path / "link"), "a\n")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text() == "a\n"
+    store.put_text("--html", "/dev/null", "a")
+    assert Path("/dev/null").is_char_device()
+    with pytest.raises(RunFolderError, match=f"^--html {re.escape(str(tmp_path))}: cannot be"):
+        store.put_text("--html", str(tmp_path), "a")

@@ -222,6 +222,7 @@ class Measurement:
         if seen and (late or self._complete):
             record = self._summarise(final=False)
             store.write(self.folder / "run.json", record)
+            _write_page(self.folder / "report.html", record)
             self.report(record)
             self._printed = record
 

@@ -117,7 +117,15 @@ class IdleTime:
 class Host:
     """What the host threads of one trace did, as far as gaps need it."""
 
-    def __init__(self, events: Events, work: Launches) -> None:
+    def __init__(self, events: Events, work: Launches, *, watched: bool = False) -> None:
+        """Reads the driving threads.
+
+        Args:
+            events: of the trace.
+            work: of the device.
+            watched: every wait for a batch is known, from a live run: where nothing is seen the host runs other Python.
+        """
+        self.watched = watched
         self.events = events
         self.work = work
         driving = np.unique(events.lane[work.runtime[work.runtime >= 0]])
@@ -222,7 +230,7 @@ def _refilled(work: Launches, order: Ints, starts: Ints, since: int, until: int)
 
 def _unseen(host: Host, low: int, high: int) -> int:
     """Returns how much of a stretch lies in holes without any event of the driving threads."""
-    if high - low < UNSEEN_NS:
+    if host.watched or high - low < UNSEEN_NS:
         return 0
     holes = intervals.complement(host.seen, low, high)
     length = holes.end - holes.start

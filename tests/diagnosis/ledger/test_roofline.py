@@ -63,6 +63,29 @@ def test_a_product_is_bound_by_compute(timeline: Any) -> None:
     assert one.of_bound_frac == pytest.approx(FLOPS / 100e-6 / REACHED)
 
 
+def test_between_what_is_reached_and_the_peak_is_all_of_it(timeline: Any) -> None:
+    large = square(8192)
+    took_us = 2 * 8192**3 / 0.9 / PEAK * 1e6
+    t = timeline
+    t.on("NVIDIA H200")
+    for i in range(3):
+        op = t.op("aten::mm", 100 * i + 10, 30, large, large)
+        t.kernel("gemm", 10_000 + 3000 * i, took_us, at=100 * i + 12, op=op)
+        t.optimizer(100 * i + 50, 30)
+        t.kernel("step", 10_000 + 3000 * i + 2990, 10, at=100 * i + 55)
+    one = hot_of(ledger(t.read()))["gemm"]
+    assert (one.bound, one.of_bound_frac) == ("compute", 1.0)
+    assert one.flops_per_s == pytest.approx(0.9 * PEAK, rel=1e-3)
+
+
+def test_above_the_peak_there_is_no_figure(timeline: Any) -> None:
+    large = square(4096)  # needs 139 us
+    record = Job(timeline).steps("aten::mm", large, large, kernels={"gemm": 100})
+    one = hot_of(record)["gemm"]
+    assert (one.bound, one.of_bound_frac, one.flops_per_s) == ("compute", None, None)
+    assert one.bytes_per_s is not None
+
+
 def test_a_narrow_product_is_bound_by_memory(timeline: Any) -> None:
     narrow = ([1024, 1], HALF)
     record = Job(timeline).steps("aten::mm", square(), narrow, kernels={"gemv": 20})

@@ -102,9 +102,39 @@ def test_a_wait_is_found_by_the_operator_around_it(timelines: Callable[[], Any])
     t.add("python_function", "train.py(77): log", 0, 50)
     t.op("aten::item", 5, 40, ([], "float"))
     t.op("aten::_local_scalar_dense", 6, 38, ([], "float"))
+    t.call("cudaStreamSynchronize", 8, 10)
+    t.add("python_function", "train.py(99): copy", 60, 500)
+    t.call("cudaStreamSynchronize", 61, 490)
     bare = timelines()
     bare.op("aten::item", 5, 40, ([], "float"))
     bare.call("cudaStreamSynchronize", 10, 20)
     events = bare.read().events
     (row,) = np.flatnonzero(events.names_where(lambda n: n == "cudaStreamSynchronize"))
     assert Places(events, Places(t.read().events)).of(int(row)) == "train.py:77"
+
+
+def test_a_wait_outside_of_any_operator_is_found_by_its_name(timelines: Callable[[], Any]) -> None:
+    t = timelines()
+    t.add("python_function", "train.py(99): copy", 60, 500)
+    t.call("cudaStreamSynchronize", 61, 490)
+    bare = timelines()
+    bare.call("cudaStreamSynchronize", 10, 20)
+    assert Places(bare.read().events, Places(t.read().events)).of(0) == "train.py:99"
+
+
+def test_neither_a_step_nor_a_node_of_the_engine_tells_a_place(
+    timelines: Callable[[], Any],
+) -> None:
+    made = []
+    for size in (8, 9):
+        t = timelines()
+        if size == 8:
+            t.add("python_function", "train.py(10): <module>", 0, 100)
+        t.mark(1, 0, 100)
+        t.op("autograd::engine::evaluate_function: MmBackward0", 10, 50)
+        t.op("aten::mm", 20, 10, ([size, size], "float"))
+        made.append(t.read().events)
+    here, bare = Places(made[0]), made[1]
+    (row,) = np.flatnonzero(bare.names_where(lambda n: n == "aten::mm"))
+    assert here.by_key[("ProfilerStep#1", b"")] == "train.py:10"
+    assert Places(bare, here).of(int(row)) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,6 +10,9 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+
+from flopwise.diagnosis.ledger.build import ledger
+from flopwise.records.ledger import LedgerRecord, Line
 
 VOID = {"meta", "br", "img", "wbr"}
 
@@ -132,8 +136,22 @@ def texts(element: Element) -> list[str]:
 
 
 @pytest.fixture
-def trace_record(training: Any) -> Any:
-    """The ledger of a trace whose first 300 us of each step are idle."""
-    from flopwise.diagnosis.ledger.build import ledger
-
-    return ledger(training(4).read())
+def trace_record(training: Any) -> LedgerRecord:
+    """The ledger of a trace with steps of 1 ms: its own hot kernels, heat map and partition; lines that are given."""
+    made = [
+        ("ideal", "useful", 2.17e-6),
+        ("gemm_excess", "memory", 397.83e-6),
+        ("optimizer", "optimizer", 100e-6),
+        ("memory_bound", "memory", 100e-6),
+        ("memory_excess", "memory", 100e-6),
+        ("idle_device", "pipeline", 300e-6),
+    ]
+    lines = [Line(name, family, s, (s, s), s / 1e-3, s / 1e-5) for name, family, s in made]
+    families: dict[str, float] = {}
+    for _, family, s in made:
+        families[family] = families.get(family, 0.0) + s
+    found = ledger(training(4).read())
+    return dataclasses.replace(
+        found, lines=lines, families=families, findings=[], notes=["a note"], trusted=True, untrusted_because=[],
+        step_s=1e-3, mfu=0.00217,
+    )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ def cards(parsed: Callable[[str], Any], *findings: Finding) -> Any:
 def test_all_of_it(parsed: Callable[[str], Any]) -> None:
     (found,) = cards(parsed, WHOLE).all("article")
     assert found.text == (
-        "1 input wait L101 72 % of the time measured at most 1.33x as fast without it seen <so> a.py:1 b.py:2 Do: workers=4"
+        "1 input wait L101 72 % of the time measured predicted 1.33x as fast without it seen <so> a.py:1 b.py:2 Do: workers=4"
     )
 
 
@@ -30,6 +31,11 @@ def test_what_is_not_known_is_not_drawn(parsed: Callable[[str], Any]) -> None:
     bare = Finding("D1", "odd", None, [], "", "", None, "seen")
     (found,) = cards(parsed, bare).all("article")
     assert found.text == "1 odd D1 cost not measured seen"
+
+
+def test_a_replay_that_gains_nothing(parsed: Callable[[str], Any]) -> None:
+    (found,) = cards(parsed, dataclasses.replace(WHOLE, predicted_gain_frac=0.001)).all("article")
+    assert found.all("span", "gain")[0].text == "no faster without it"
 
 
 def test_the_order_is_the_records_and_long_lists_are_cut(parsed: Callable[[str], Any]) -> None:

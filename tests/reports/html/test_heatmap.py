@@ -89,6 +89,11 @@ def test_dips_have_marks_and_rows(section: Callable[[Heat], Any]) -> None:
     assert marks == [("idle_input", "50%", "50%"), ("idle_other", "25%", "25%")]
 
 
+def test_without_places_there_is_no_column_for_them(section: Callable[[Heat], Any]) -> None:
+    found = section(dataclasses.replace(HEAT, dips=[dataclasses.replace(HEAT.dips[0], where=[])]))
+    assert found.rows()[1] == ["1", "50 to 100", "75.0", "37.5", "waiting for data"]
+
+
 def test_no_dip_says_so(section: Callable[[Heat], Any]) -> None:
     text = section(dataclasses.replace(HEAT, dips=[])).text
     assert "No stretch of the step is idle in most steps." in text

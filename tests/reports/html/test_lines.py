@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flopwise.diagnosis.ledger import causes
 from flopwise.records.finding import Finding
 from flopwise.records.ledger import FAMILIES, LedgerRecord, Line
 from flopwise.reports.html import render_ledger_html
@@ -23,7 +25,7 @@ def drawn(parsed: Parsed, record: LedgerRecord) -> Any:
 
 def test_the_lines_and_their_sum(trace_record: LedgerRecord, parsed: Parsed) -> None:
     assert drawn(parsed, trace_record).rows() == [
-        ["", "", "ms a step", "± 95 %", "% of step"],
+        ["", "", "ms a step", "± 95 %", "MFU points"],
         ["useful work", "", "0.002", "", "0.2"],
         ["products: above their floor", "", "0.398", "", "39.8"],
         ["optimizer", "", "0.100", "", "10.0"],
@@ -64,11 +66,10 @@ def test_a_negative_line_goes_back(trace_record: LedgerRecord, parsed: Parsed) -
     assert (precision["x"], precision["width"]) == ("833.333", "166.667")
 
 
-def test_points_where_the_record_has_them(trace_record: LedgerRecord, parsed: Parsed) -> None:
-    lines = [dataclasses.replace(line, mfu_points=12.34) for line in trace_record.lines]
+def test_shares_where_a_record_has_no_points(trace_record: LedgerRecord, parsed: Parsed) -> None:
+    lines = [dataclasses.replace(line, mfu_points=0.0) for line in trace_record.lines]
     rows = drawn(parsed, dataclasses.replace(trace_record, lines=lines)).rows()
-    assert rows[0][4] == "MFU points"
-    assert rows[1][4] == "12.3"
+    assert [row[4] for row in rows[:3]] == ["% of step", "0.2", "39.8"]
 
 
 def test_errors_even_and_uneven(trace_record: LedgerRecord, parsed: Parsed) -> None:
@@ -126,3 +127,5 @@ def test_points_keep_one_decimal() -> None:
 def test_every_family_has_a_colour_and_every_cause_a_line() -> None:
     assert set(FAMILIES.values()) <= COLORED
     assert set(LINE_OF.values()) <= set(FAMILIES)
+    folder = Path(causes.__file__).parent
+    assert set(LINE_OF) <= {path.stem.replace("_", "-") for path in folder.glob("*.py")}

@@ -25,6 +25,15 @@ def test_both_tables(trace_record: LedgerRecord, parsed: Callable[[str], Any]) -
     ]
 
 
+def test_kernels_that_are_their_operators_have_no_column(
+    trace_record: LedgerRecord, parsed: Callable[[str], Any]
+) -> None:
+    same = [dataclasses.replace(one, kernels=[one.name]) for one in trace_record.operators]
+    record = dataclasses.replace(trace_record, operators=same)
+    found = parsed(render_ledger_html(record)).section("By operator")
+    assert found.rows()[0] == ["operator", "calls", "ms a step", "% of step"]
+
+
 def test_none_no_section(trace_record: LedgerRecord) -> None:
     record = dataclasses.replace(trace_record, operators=[], blocking=[])
     assert "By operator" not in render_ledger_html(record)

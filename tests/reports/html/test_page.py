@@ -35,10 +35,10 @@ def live(trace_record: LedgerRecord) -> LedgerRecord:
         "the light window",
         1.001e-3,
         0.001,
-        None,
-        "CUPTI has left",
+        (-0.002, 0.004),
+        "no: graphs",
     )
-    return dataclasses.replace(trace_record, live=beside, residual_frac=0.003)
+    return dataclasses.replace(trace_record, live=beside, residual_frac=0.003, profiled=False)
 
 
 def titles(root: Any) -> list[str]:
@@ -76,7 +76,7 @@ def test_a_run_with_its_ledger(sample: Any, live: LedgerRecord, parsed: Parsed) 
     )
     (found,) = root.all("article")
     assert found.text == (
-        "1 slow dtype L104 50 % of the time measured at most 2.00x as fast without it seen a.py:3 Do: use bf16"
+        "1 slow dtype L104 50 % of the time measured predicted 2.00x as fast without it seen a.py:3 Do: use bf16"
     )
     stands = root.section("What this stands on")
     assert stands.rows() == [
@@ -86,11 +86,12 @@ def test_a_run_with_its_ledger(sample: Any, live: LedgerRecord, parsed: Parsed) 
         ["heavy", "2", "not read", "2 s"],
     ]
     assert "of 989.5 TFLOP/s" not in stands.text
-    assert (
-        "idle time is that of the light window · after the windows 1 ms a step, 0.10 % against before"
-        in stands.text
+    assert stands.text.endswith(
+        "idle time from the light window · afterwards a step takes 1 ms, +0.1 % (-0.2 to +0.4, 95 %) · "
+        "the profiler stays attached: graphs"
     )
-    assert "CUPTI has left" in stands.text
+    said = root.section("Where the step goes").all("small")[0].text
+    assert said == "mean of 3 undisturbed steps, in ms"
 
 
 def test_a_run_without_a_ledger_has_all_else_and_the_reason(sample: Any, parsed: Parsed) -> None:
@@ -136,6 +137,13 @@ def test_doubts_are_listed(trace_record: LedgerRecord, parsed: Parsed) -> None:
     (verdict,) = parsed(render_ledger_html(record)).all("section", "verdict")
     assert verdict.text.startswith("Ledger not trusted : read its lines with care.")
     assert [doubt.text for doubt in verdict.all("li")] == ["<b>one", "two"]
+
+
+def test_a_residual_that_cannot_fail_says_so(live: LedgerRecord, parsed: Parsed) -> None:
+    assert live.live is not None
+    guessed = dataclasses.replace(live.live, idle_from="the rest: causes are estimates")
+    page = render_ledger_html(dataclasses.replace(live, live=guessed, residual_frac=0.0))
+    assert parsed(page).all("section", "verdict")[0].text.endswith("residual 0 % by construction")
 
 
 def test_nothing_can_be_loaded_or_run(trace_record: LedgerRecord, parsed: Parsed) -> None:

@@ -164,7 +164,7 @@ def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -
         sound.first = max(sound.first, cut.first)
     if sound.first >= len(marks):
         raise LedgerError(f"{trace.path}: no whole step is left")
-    host = Host(events, work)
+    host = Host(events, work, watched=cut is not None)
     replay = Replay(events, work, host, marks)
     if given.lengths is not None:
         work = given.lengths(events, work)

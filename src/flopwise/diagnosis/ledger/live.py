@@ -30,7 +30,7 @@ from flopwise.diagnosis.ledger.windows import (
     durations,
     take_light,
 )
-from flopwise.records.ledger import FAMILIES, LedgerRecord, Line, Live
+from flopwise.records.ledger import FAMILIES, Bandwidth, LedgerRecord, Line, Live
 from flopwise.records.run import Clocks
 from flopwise.trace.ownership import Owner
 
@@ -101,7 +101,8 @@ def live_ledger(
         if not ran_ns > 0:
             raise build.LedgerError(f"{window.trace.path}: nothing ran in the steps of this window")
     lines, idle = _Lines(taken, measured, undisturbed).reconciled()
-    record = _overlaid(record_of(taken), taken, measured, undisturbed, lines, idle, before)
+    recorded = record_of(taken)
+    record = _overlaid(recorded, taken, measured, undisturbed, lines, idle, before)
     by_name = {line.name: line for line in record.lines}
     scene = Scene(
         taken.job,
@@ -122,7 +123,15 @@ def live_ledger(
     if lighter is not None:
         drawn = heat(lighter.job, lighter.marks, lighter.sound.first)
         record = dataclasses.replace(record, heat=drawn, partition=lighter.share)
-    live = dataclasses.replace(live, idle_from=_idle_from(idle, light is None))
+    lengths = {"light": measured.step_ns * 1e-9, "heavy": recorded.step_s}
+    live = dataclasses.replace(
+        live,
+        idle_from=_idle_from(idle, light is None),
+        windows=[
+            dataclasses.replace(one, step_s=lengths.get(one.kind, one.step_s))
+            for one in live.windows
+        ],
+    )
     return dataclasses.replace(record, live=live, findings=findings(scene))
 
 
@@ -160,9 +169,6 @@ class _Lines:
         self.heavy = np.asarray(
             [[step.get(name, 0.0) for name in self.names] for step in taken.tally.lines]
         )
-        late = sum(step.get("idle_launch", 0.0) for step in taken.tally.lines)
-        unseen = sum(step.get("idle_other", 0.0) for step in taken.tally.lines)
-        self.late_of_rest = late / (late + unseen) if late + unseen else 1.0
         self.owner = np.asarray([_owner_of(name) for name in self.names])
 
     def reconciled(self) -> tuple[list[Line], Idle]:
@@ -198,7 +204,7 @@ class _Lines:
             if owned[owner] > 0:  # the heavy window has none of it
                 name = LINES_OF.get(owner, ("unattributed",))[0]
                 values[self.names.index(name)] = owned[owner]
-        idle = idle_of(step_ns, light, self.input_ns, self.late_of_rest)
+        idle = idle_of(step_ns, light, self.input_ns)
         found = dict(zip(self.names, values.tolist(), strict=True))
         found |= {f"idle_{cause}": ns for cause, ns in idle.by_cause.items()}
         found["residual"] = idle.residual_ns
@@ -269,10 +275,26 @@ def _overlaid(
             dataclasses.replace(one, share_frac=one.share_frac * ratio) for one in record.operators
         ],
         blocking=[],
+        hot=[dataclasses.replace(one, share_frac=one.share_frac * ratio) for one in record.hot],
+        bandwidth=_over(record.bandwidth, ratio),
         residual_frac=by_name["residual"] / step_s,
         trusted=not doubts,
         untrusted_because=doubts,
         notes=[note for note in record.notes if not note.startswith(build.PROFILED)],
+    )
+
+
+def _over(bandwidth: Bandwidth | None, ratio: float) -> Bandwidth | None:
+    """Returns the use of the bandwidth over another step, `ratio` times as short."""
+    if bandwidth is None:
+        return None
+    used = bandwidth.used_frac
+    return dataclasses.replace(
+        bandwidth,
+        used_frac=None if used is None else used * ratio,
+        copies=[
+            dataclasses.replace(one, share_frac=one.share_frac * ratio) for one in bandwidth.copies
+        ],
     )
 
 

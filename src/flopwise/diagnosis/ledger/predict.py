@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 
-from flopwise.diagnosis.ledger.replay import Change
-from flopwise.diagnosis.ledger.scene import Scene
+from flopwise.diagnosis.ledger.replay import AS_IT_WAS, Change
+from flopwise.diagnosis.ledger.scene import SHOWN_FRAC, Scene
 
 #: A replay that does not reproduce the steps this well predicts nothing.
 REPLAY_ERROR_FRAC = 0.02
+#: The steps of a live run's windows may be so far from the undisturbed ones where nothing of the host explains it: then the
+#: gain is that of the window's steps, as a share of them.
+DRIFT_FRAC = 0.10
 #: A host without a profiler takes so much of its time under one, at the least and at the most. Sources: measured on H200s,
 #: 0.4 to 0.9 of it with shapes and stacks recorded; more than 1 where a machine was busier in between.
-HOST_MOST, HOST_LEAST = 1.2, 0.2
+HOST_LEAST, HOST_MOST = 0.2, 1.2
+#: Loading is no steadier than the machine's other work: twofold between sittings of one kind of machine.
+LOADER_LEAST, LOADER_MOST = 0.3, 3.0
 _HALVINGS = 12
 _SLACK_FRAC = 1e-3
 
@@ -30,28 +35,54 @@ class Predict:
 
     def __call__(self, change: Change) -> float | None:
         """Returns the gain of a change; None where the replay does not reproduce the steps."""
-        if self.host is None:
+        if self.pace is None:
             return None
-        before = self._scene.replay.step_ns(host=self.host)
-        return max(0.0, 1 - self._scene.replay.step_ns(change, self.host) / before)
+        play = self._scene.replay.step_ns
+        before = play(AS_IT_WAS, *self.pace)
+        return max(0.0, 1 - play(change, *self.pace) / before)
 
     def faster(self, ratio: Mapping[int, float]) -> float | None:
         """Returns the gain where pieces of work, by position, take so much of their time; none takes longer than it did."""
         return self(Change(work_ns=lambda k, ns: ns * min(1.0, ratio.get(k, 1.0))))
 
     @cached_property
-    def host(self) -> float | None:
-        """Returns the pace of the host at which the replay gives the steps; None where none does."""
-        step_ns = self._scene.step_s * 1e9
-        play = self._scene.replay.step_ns
+    def pace(self) -> tuple[float, float] | None:
+        """Returns the paces of host and loader at which the replay gives the steps; None where none do.
+
+        Where steps without a profiler are longer, and batches are waited for, it is the loader that took longer.
+        """
+        step_ns, play = self._scene.step_s * 1e9, self._scene.replay.step_ns
         if step_ns <= 0:
             return None
-        if abs(play() / step_ns - 1) <= REPLAY_ERROR_FRAC:
-            return 1.0
-        low, high = HOST_LEAST, HOST_MOST
-        # Kernels may be a little slower under a profiler: then no host reaches the steps, and the fastest tells how near it comes.
-        reached = max(step_ns, play(host=low)) * (1 + _SLACK_FRAC)
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if play(host=middle) <= reached else (low, middle)
-        return low if abs(play(host=low) / step_ns - 1) <= REPLAY_ERROR_FRAC else None
+        if self._near(play()):
+            return 1.0, 1.0
+        host = _fitted(lambda pace: play(AS_IT_WAS, pace), step_ns, HOST_LEAST, HOST_MOST)
+        loader = _fitted(
+            lambda pace: play(AS_IT_WAS, 1.0, pace), step_ns, LOADER_LEAST, LOADER_MOST
+        )
+        fits = [(host, 1.0), (1.0, loader)]
+        if step_ns > play() and self._scene.share("idle_input") >= SHOWN_FRAC:
+            fits.reverse()
+        exact = next((pace for pace in fits if self._near(play(AS_IT_WAS, *pace))), None)
+        if exact is not None or self._scene.profiled:
+            return exact
+        nearest = min([(1.0, 1.0), *fits], key=lambda pace: self._off(play(AS_IT_WAS, *pace)))
+        return nearest if self._off(play(AS_IT_WAS, *nearest)) <= DRIFT_FRAC else None
+
+    def _near(self, ns: float) -> bool:
+        return self._off(ns) <= REPLAY_ERROR_FRAC
+
+    def _off(self, ns: float) -> float:
+        return abs(ns * 1e-9 / self._scene.step_s - 1)
+
+
+def _fitted(play: Callable[[float], float], step_ns: float, low: float, high: float) -> float:
+    """Returns the largest pace between two that makes steps no longer than they were.
+
+    Kernels may be a little slower under a profiler: then no pace reaches the steps, and the lowest tells how near one comes.
+    """
+    reached = max(step_ns, play(low)) * (1 + _SLACK_FRAC)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if play(middle) <= reached else (low, middle)
+    return low

@@ -30,20 +30,16 @@ class Idle:
     divided: bool  # there is enough of it to tell causes
 
 
-def idle_of(step_ns: float, light: Busy, input_ns: float | None, late_of_rest: float = 1.0) -> Idle:
+def idle_of(step_ns: float, light: Busy, input_ns: float | None) -> Idle:
     """Returns why the device was idle in an undisturbed step.
 
     Args:
         step_ns: T.
         light: the window that disturbed least.
         input_ns: how long the host waited for batches in an undisturbed step, at most; None: not known.
-        late_of_rest: of idle time whose cause the light window cannot see or puts to a late host, the share that the
-            heavy window, which sees operators, puts to a late host.
     """
     busy_ns, light_ns = light.busy_ns, light.step_ns
     found = {cause: float(ns.mean()) for cause, ns in light.idle.items()}
-    rest = found[LAUNCH] + found[OTHER]
-    found[LAUNCH], found[OTHER] = rest * late_of_rest, rest * (1 - late_of_rest)
     close = abs(light_ns / step_ns - 1) <= CLOSE_FRAC
     total = light_ns - busy_ns if close else max(0.0, step_ns - busy_ns)
     residual = step_ns - busy_ns - total

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from flopwise.trace.idle import LATENCY_NS, SYNC, Blocked, Host
+from flopwise.trace.idle import INPUT, LATENCY_NS, SYNC, Blocked, Host
 from flopwise.trace.launches import Launches
 from flopwise.trace.steps import Steps
 from flopwise.trace.table import Events, Ints
@@ -52,8 +52,8 @@ AS_IT_WAS = Change()
 class Player(Protocol):
     """What can play a job's steps again."""
 
-    def step_ns(self, change: Change = AS_IT_WAS, host: float = 1.0) -> float:
-        """Returns the mean step with something removed, on a host that takes `host` times as long for its own work."""
+    def step_ns(self, change: Change = AS_IT_WAS, host: float = 1.0, loader: float = 1.0) -> float:
+        """Returns the mean step with something removed, on a host and a loader that take so many times as long."""
 
 
 class Replay:
@@ -98,7 +98,7 @@ class Replay:
             free[stream] = max(int(self.work.end_ns[k]), before)
         return latency, gap, waits
 
-    def step_ns(self, change: Change = AS_IT_WAS, host: float = 1.0) -> float:
+    def step_ns(self, change: Change = AS_IT_WAS, host: float = 1.0, loader: float = 1.0) -> float:
         """Returns the mean step with something removed, over the steps whose begin the trace shows.
 
         It is never below what the host needs to issue a step: how far it ran ahead in the trace does not last.
@@ -106,12 +106,13 @@ class Replay:
         Args:
             change: what is removed.
             host: the host's own time, over what it took under the profiler; its waits stay as they were.
+            loader: the waits for batches, over what they took.
         """
-        ends, host_frac = self.play(change, host)
+        ends, host_frac = self.play(change, host, loader)
         bounds = [self._bound(float(bound), ends) for bound in self.marks.bounds_ns.tolist()]
         first = 1 if self.marks.first_from_mark and len(bounds) > 2 else 0
         device_ns = (bounds[-1] - bounds[first]) / (len(bounds) - 1 - first)
-        if change is AS_IT_WAS and host == 1.0:
+        if change is AS_IT_WAS and host == loader == 1.0:
             return device_ns
         issue_ns = float(np.diff(self.marks.host_ns[first:]).mean()) * host_frac
         return max(device_ns, issue_ns)
@@ -121,7 +122,9 @@ class Replay:
         at = np.flatnonzero(self.work.end_ns == bound)
         return float(ends[at].max()) if len(at) else bound
 
-    def play(self, change: Change, host: float = 1.0) -> tuple[npt.NDArray[np.float64], float]:
+    def play(
+        self, change: Change, host: float = 1.0, loader: float = 1.0
+    ) -> tuple[npt.NDArray[np.float64], float]:
         """Returns when each piece of work ends, shape (n,), and how long the host is at work, over its time in the trace."""
         host *= change.host
         work, n = self.work, len(self.work.rows)
@@ -136,6 +139,8 @@ class Replay:
             entered = clock
             took = item.end_ns - item.start_ns
             new = change.item_ns(item)
+            if item.kind == INPUT and new is None:
+                new = int(took * loader)
             if item.kind == LAUNCH:
                 for k in item.work:
                     stream = int(self.stream[k])
@@ -149,7 +154,15 @@ class Replay:
                     length = int(work.end_ns[k] - work.start_ns[k])
                     ends[k] = start + change.work_ns(k, length)
                     free[stream] = max(ends[k], free.get(stream, float("-inf")))
-                clock += (took if new is None else new) * host
+                if new is None and item.awaited >= 0:  # it returns with the copy that it launched
+                    after = item.end_ns - int(work.end_ns[item.awaited])
+                    clock = max(clock, ends[item.awaited] + after)
+                    waited += took
+                else:
+                    clock += (took if new is None else new) * host
+                if new is not None:
+                    waited += took
+                    still += new * host
             elif new is not None:
                 clock += new
             elif item.awaited >= 0:
@@ -178,8 +191,9 @@ class Serial:
         worked = sum(self._length[k] for k in self._inside)
         self._rest_ns: float = max(0, high - low - worked) / self._steps
 
-    def step_ns(self, change: Change = AS_IT_WAS, host: float = 1.0) -> float:
-        """Returns the mean step with its work changed; waits stay, with dispatch."""
+    def step_ns(self, change: Change = AS_IT_WAS, host: float = 1.0, loader: float = 1.0) -> float:
+        """Returns the mean step with its work changed; waits for batches stay, with dispatch."""
+        del loader
         work_ns: float = sum(change.work_ns(k, self._length[k]) for k in self._inside)
         return self._rest_ns * host * change.host + work_ns / self._steps
 
@@ -215,11 +229,14 @@ def _items(events: Events, work: Launches, host: Host, launched_ns: Ints) -> lis
             at = int(launched_ns[k])
             items.append(Item(at, at, LAUNCH, (k,)))
     blocking = {one.row for one in host.blocked}
+    # A copy of pageable memory is staged by its call, in the order of the stream: the call lasts until it is well under way.
+    pageable = events.names_where(lambda name: "Pageable" in name)
     for call, ks in by_call.items():
         start = int(events.start_ns[call])
         # A blocking copy launches, then it waits.
         took = 0 if call in blocking else int(events.duration_ns[call])
-        items.append(Item(start, start + took, LAUNCH, tuple(ks)))
+        staged = [k for k in ks if pageable[work.rows[k]] and work.start_ns[k] < start + took]
+        items.append(Item(start, start + took, LAUNCH, tuple(ks), staged[-1] if staged else -1))
     items += [
         Item(one.start_ns, one.end_ns, one.cause, awaited=_awaited(work, one))
         for one in host.blocked

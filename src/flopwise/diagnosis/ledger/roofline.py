@@ -1,7 +1,7 @@
 """What bounds each kernel, and how much of the memory's bandwidth a step uses.
 
-With F FLOPs, B bytes, C the peak of the executed dtype and W the memory's bandwidth, a kernel is bound by compute where
-F/C >= B/W and else by memory. Source: Williams, Waterman & Patterson, "Roofline: an insightful visual performance model",
+With F FLOPs, B bytes, C what the device reaches of the dense peak of the executed dtype and W the memory's bandwidth, a
+kernel is bound by compute where F/C >= B/W and else by memory. Source: Williams, Waterman & Patterson, "Roofline: an insightful visual performance model",
 CACM 52 (2009). B is what the operands of its operator hold, each once: it moves so much at least.
 """
 
@@ -50,7 +50,8 @@ class _Need(NamedTuple):
     """What one call of an operator needs; NaN where that is not known."""
 
     flops: float = math.nan
-    compute_ns: float = math.nan  # at the peak of its dtype
+    compute_ns: float = math.nan  # at what the device reaches in its dtype
+    peak_ns: float = math.nan  # at the peak of its dtype: nothing takes less
     nbytes: float = math.nan
 
 
@@ -62,6 +63,7 @@ class _Use:
     kept: Floats  # its share inside the window
     flops: Floats
     compute_ns: Floats
+    peak_ns: Floats
     nbytes: Floats
 
 
@@ -86,7 +88,7 @@ def _use(job: Job, low: int, high: int, scale: Scale | None) -> _Use:
     length = (work.end_ns - work.start_ns).astype(float)
     inside = np.minimum(work.end_ns, high) - np.maximum(work.start_ns, low)
     kept = np.maximum(inside, 0) / np.maximum(length, 1)
-    flops, compute, nbytes = (np.full(len(length), math.nan) for _ in range(3))
+    flops, compute, peak, nbytes = (np.full(len(length), math.nan) for _ in range(4))
     moves = np.isin(events.kind[work.rows], (Kind.MEMSET, Kind.MEMCPY))
     mine = np.flatnonzero(~moves & (work.op >= 0) & ~work.replayed & (job.kind == Owner.COMPUTE))
     ops, at = np.unique(work.op[mine], return_inverse=True)
@@ -97,17 +99,19 @@ def _use(job: Job, low: int, high: int, scale: Scale | None) -> _Use:
     beside &= ~all_beside[at]
     call_ns = np.bincount(at, weights=length[mine] * ~beside, minlength=len(ops))
     part = length[mine] / np.maximum(call_ns[at], 1) * kept[mine]
-    flops[mine], compute[mine], nbytes[mine] = np.where(beside, math.nan, needs.T * part)
+    flops[mine], compute[mine], peak[mine], nbytes[mine] = np.where(
+        beside, math.nan, needs.T * part
+    )
     recorded = events.nbytes[work.rows]
     within = (job.kind == Owner.COMPUTE) & (events.kind[work.rows] == Kind.MEMCPY)
     known = moves & (recorded >= 0)  # a copy within the device reads what it writes
     nbytes[known] = (recorded * np.where(within, 2, 1) * kept)[known]
-    flops[known] = compute[known] = 0.0
-    return _Use(own(work, job.kind, low, high).share_ns, kept, flops, compute, nbytes)
+    flops[known] = compute[known] = peak[known] = 0.0
+    return _Use(own(work, job.kind, low, high).share_ns, kept, flops, compute, peak, nbytes)
 
 
 def _needs(job: Job, ops: Ints, at: Ints, mine: Ints, scale: Scale | None) -> Floats:
-    """Returns what each call of an operator needs, shape (calls, 3); those that are alike are looked at once."""
+    """Returns what each call of an operator needs, shape (calls, 4); those that are alike are looked at once."""
     events = job.events
     on_tf32 = events.names_where(lambda name: runs_on_tf32([name]))[job.work.rows[mine]]
     tf32 = np.bincount(at, weights=on_tf32, minlength=len(ops)) > 0
@@ -120,7 +124,7 @@ def _needs(job: Job, ops: Ints, at: Ints, mine: Ints, scale: Scale | None) -> Fl
     for name, number, fast in alike.T.tolist():
         operands = events.all_operands[number] if number >= 0 else _NOTHING
         found.append(_need(events.names[name], operands, bool(fast), scale))
-    return np.asarray(found, float).reshape(-1, 3)[which.ravel()]
+    return np.asarray(found, float).reshape(-1, 4)[which.ravel()]
 
 
 def _need(name: str, operands: Operands, tf32: bool, scale: Scale | None) -> _Need:
@@ -129,7 +133,7 @@ def _need(name: str, operands: Operands, tf32: bool, scale: Scale | None) -> _Ne
     rule = rule_of(name)
     if rule is None:
         none = 0.0 if is_zero(name) or _FUSED.match(name) else math.nan
-        return _Need(none, none, nbytes)
+        return _Need(none, none, none, nbytes)
     try:
         call = call_of(name, operands)
         flops = cost_of(call).needed_causal
@@ -138,10 +142,12 @@ def _need(name: str, operands: Operands, tf32: bool, scale: Scale | None) -> _Ne
         return _Need(nbytes=nbytes)
     kind = executed(dtype, rule.family, Precision(tf32, tf32, tf32, tf32))
     if kind is None or not flops:
-        return _Need(0.0, 0.0, nbytes)
+        return _Need(0.0, 0.0, 0.0, nbytes)
     if scale is None:
-        return _Need(flops, math.nan, nbytes)
-    return _Need(flops, 1e9 * flops / (scale.rate(kind) * scale.reached(kind)), nbytes)
+        return _Need(flops, nbytes=nbytes)
+    peak_ns = 1e9 * flops / scale.rate(kind)
+    eta, phi = scale.limits(kind)
+    return _Need(flops, peak_ns / (eta * (phi or 1.0)), peak_ns, nbytes)
 
 
 def _touches_a_part(name: str) -> bool:
@@ -192,7 +198,10 @@ def _one(
     bound, floor_ns = _bound(
         owner, ran_ns / calls < small_ns, float(use.compute_ns[rows].sum()), memory_ns
     )
-    reached = None if floor_ns is None else floor_ns / owned_ns
+    possible = not float(use.peak_ns[rows].sum()) > owned_ns
+    reached = None
+    if floor_ns is not None and possible and not memory_ns > owned_ns:
+        reached = min(1.0, floor_ns / owned_ns)
     per_s = nbytes / over_ns * 1e9
     slow_enough = owner != Owner.COMPUTE or not memory_ns > owned_ns
     return Hot(
@@ -202,9 +211,9 @@ def _one(
         share_frac=owned_ns / n / step_ns,
         calls=calls / n,
         bound=bound,
-        of_bound_frac=reached if reached is not None and reached <= 1 else None,
+        of_bound_frac=reached,
         intensity=flops / nbytes if flops > 0 and nbytes > 0 else None,
-        flops_per_s=flops / owned_ns * 1e9 if flops > 0 and not (reached or 0) > 1 else None,
+        flops_per_s=flops / owned_ns * 1e9 if flops > 0 and possible else None,
         bytes_per_s=per_s if nbytes > 0 and slow_enough else None,
     )
 

@@ -47,16 +47,33 @@ class Places:
     def of(self, row: int) -> str | None:
         """Returns "file:line" of the innermost frame that is no library's, None where no stack was recorded."""
         found = self._here(row)
-        if found is None and self._other is not None:
-            for above in (row, *self._around(row)):
-                found = found or self._other.by_key.get(self._key(above))
-        return found
+        return self._elsewhere(row) if found is None and self._other is not None else found
+
+    def _elsewhere(self, row: int) -> str | None:
+        """Returns the place in the other trace of the same operator on the same sizes, or of what is around it.
+
+        A call of the runtime says little by itself: only where no operator is around it is its name looked up.
+        """
+        assert self._other is not None
+        rows = [above for above in (row, *self.around(row)) if self._tells(above)]
+        for above in rows or [row]:
+            found = self._other.by_key.get(self._key(above))
+            if found is not None:
+                return found
+        return None
+
+    def _tells(self, row: int) -> bool:
+        """Whether an event is the same wherever it has this name and these sizes: a node of autograd's engine is not."""
+        name, dims = self._key(row)
+        if self._events.kind[row] == Kind.ANNOTATION:
+            return not name.startswith("ProfilerStep")
+        return self._events.kind[row] == Kind.OP and bool(dims)
 
     def _here(self, row: int) -> str | None:
         found = self._by_stack(row)
         if found is not None or not self._has_stacks:
             return found
-        for above in (row, *self._around(row)):
+        for above in (row, *self.around(row)):
             forward = self._forward.get(int(self._events.sequence[above]), -1)
             if self._events.name_of(above).startswith(_ENGINE) and forward >= 0:
                 return self._by_stack(forward)
@@ -108,7 +125,7 @@ class Places:
         """Returns the same of the innermost operator or named range."""
         return self._host.position(self._events.lane, self._events.start_ns)
 
-    def _around(self, row: int) -> list[int]:
+    def around(self, row: int) -> list[int]:
         """Returns the operators and named ranges around a host event, the innermost first."""
         rows = self._host.ancestors(int(self._host_at[row]))[:_MOST]
         return [above for above in rows if above != row]

@@ -36,6 +36,7 @@ def _one(at: int, finding: Finding) -> Html:
         else f"{percent(finding.share_frac)} of the time"
     )
     faster = gain(finding.predicted_gain_frac)
+    said = "no faster without it" if faster == "1.00x" else f"predicted {faster} as fast without it"
     return el(
         "article.finding",
         el(
@@ -45,7 +46,7 @@ def _one(at: int, finding: Finding) -> Html:
             el("span.dim", finding.code),
             el("span", cost),
             el("span.dim", finding.certainty),
-            el("span.gain", f"at most {faster} as fast without it") if faster else None,
+            el("span.gain", said) if faster else None,
         ),
         el("p", finding.evidence) if finding.evidence else None,
         _places(finding.where),

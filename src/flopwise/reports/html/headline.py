@@ -41,7 +41,11 @@ def of_ledger(record: LedgerRecord) -> Html:
     return el(
         "section.cards",
         _mfu_of_ledger(record),
-        _card("step", figures.duration(record.step_s), ["profiled", f"each: {each}"]),
+        _card(
+            "step",
+            figures.duration(record.step_s),
+            ["profiled" if record.profiled else "undisturbed", f"each: {each}"],
+        ),
         _card("device busy", busy, more),
         _bandwidth(record),
     )
@@ -67,7 +71,10 @@ def _mfu_of_ledger(record: LedgerRecord) -> Html:
         return _none("MFU", [record.mfu_reason or "the record has no reason"])
     peak = figures.quantity(record.peak_flops_per_s or 0.0, "FLOP/s")
     return _card(
-        "MFU", percent(record.mfu), ["of profiled steps", f"of {peak} a device"], record.mfu
+        "MFU",
+        percent(record.mfu),
+        ["of profiled steps" if record.profiled else "of undisturbed steps", f"of {peak} a device"],
+        record.mfu,
     )
 
 

@@ -167,6 +167,7 @@ def _keys(heat: Heat) -> Html:
 def _dips(dips: list[Dip]) -> Html:
     if not dips:
         return el("p.dim", "No stretch of the step is idle in most steps.")
+    placed = any(dip.where for dip in dips)
     rows = [
         el(
             "tr",
@@ -175,7 +176,9 @@ def _dips(dips: list[Dip]) -> Html:
             el("td.num", points(100 * dip.depth_frac)),
             el("td.num", points(100 * dip.share_frac)),
             el("td", CAUSES.get(dip.cause, dip.cause)),
-            el("td", [el("code", place, " ") for place in dip.where[:3]] or "-"),
+            el("td", [el("code", place, " ") for place in dip.where[:3]] or "-")
+            if placed
+            else None,
         )
         for at, dip in enumerate(dips, start=1)
     ]
@@ -185,7 +188,7 @@ def _dips(dips: list[Dip]) -> Html:
         el("th.num", "% idle there"),
         el("th.num", "% of step lost"),
         el("th", "mostly"),
-        el("th", "where"),
+        el("th", "where") if placed else None,
     ]
     table = el("table.small", el("thead", el("tr", head)), el("tbody", rows))
     return el("div.wide", table)

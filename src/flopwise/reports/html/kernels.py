@@ -77,7 +77,9 @@ def _rate(value: float | None, unit: str) -> str:
 
 
 def _intensity(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.3g}"
+    if value is None:
+        return _NONE
+    return f"{value:.0f}" if 100 <= value < 1e9 else f"{value:.3g}"
 
 
 def _explained() -> Html:

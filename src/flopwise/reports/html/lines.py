@@ -10,14 +10,21 @@ from flopwise.reports import figures
 from flopwise.reports.html.markup import MOST, Html, el, number
 from flopwise.reports.ledger import WORDS
 
-#: The line that a cause takes its time from.
+#: The line that a cause takes its time from; causes that take it from several have none.
 LINE_OF = {
     "input-wait": "idle_input",
     "host-read": "idle_sync",
     "launch-bound": "idle_launch",
     "slow-dtype": "precision",
-    "exposed-copy": "exposed_copy",
+    "low-clock": "clock",
+    "odd-shape": "gemm_excess",
+    "unfused-pointwise": "memory_bound",
+    "excess-traffic": "memory_excess",
+    "unfused-optimizer": "optimizer",
+    "padding": "padding",
     "recompute": "recompute",
+    "exposed-communication": "comm_unsplit",
+    "exposed-copy": "exposed_copy",
 }
 _UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 _WIDTH = 1000.0  # of a bar, in units of its picture
@@ -88,7 +95,7 @@ def draw(record: LedgerRecord) -> Html:
         el("td.num", points(100.0)),
         el("td.num") if gains else None,
     )
-    noun = "step" if record.live else "profiled step"
+    noun = "profiled step" if record.profiled else "undisturbed step"
     table = "table.lines.gains" if gains else "table.lines"
     return el(
         "section",
@@ -105,7 +112,7 @@ def draw(record: LedgerRecord) -> Html:
 def _replayed() -> Html:
     return el(
         "p.dim",
-        "Gains are replays of the recorded steps with that one cause removed, at most; they do not add up.",
+        "Gains are replays of the recorded steps with that one cause removed: predictions, and they do not add up.",
     )
 
 

@@ -26,6 +26,7 @@ def draw(record: LedgerRecord) -> Html | None:
 
 
 def _table(title: str, spent: Sequence[Spent], scale: Scale, *, calls: bool = True) -> Html:
+    kernels = calls and any(one.kernels not in ([], [one.name]) for one in spent)
     rows = [
         el(
             "tr",
@@ -33,7 +34,9 @@ def _table(title: str, spent: Sequence[Spent], scale: Scale, *, calls: bool = Tr
             el("td.num", f"{one.calls:.4g}") if calls else None,
             el("td.num", scale.text(one.s)),
             el("td.num", points(100 * one.share_frac)),
-            el("td.less.dim", ", ".join(name[:60] for name in one.kernels[:2])) if calls else None,
+            el("td.less.dim", ", ".join(name[:60] for name in one.kernels[:2]))
+            if kernels
+            else None,
         )
         for one in spent[:SHOWN]
     ]
@@ -42,6 +45,6 @@ def _table(title: str, spent: Sequence[Spent], scale: Scale, *, calls: bool = Tr
         el("th.num", "calls") if calls else None,
         el("th.num", f"{scale.unit} a step"),
         el("th.num", "% of step"),
-        el("th.less", "its longest kernels") if calls else None,
+        el("th.less", "its longest kernels") if kernels else None,
     ]
     return el("div.wide", el("table.small", el("thead", el("tr", head)), el("tbody", rows)))

@@ -102,18 +102,15 @@ def _windows(live: Live) -> Html:
         el("td.num", "-"),
     )
     head = [el("th", "window"), *(el("th.num", t) for t in ("steps", "mean step", "cost, once"))]
-    after: list[Piece] = [f"idle time is that of {live.idle_from}"]
+    after: list[Piece] = [f"idle time from {live.idle_from}"] if live.idle_from else []
     if live.after_step_s is None:
-        after.append("no steps after the windows: the script ended first")
+        after.append("the script ended before steps could be timed after them")
     else:
-        less_or_more = (
-            "" if live.after_frac is None else f", {percent(live.after_frac)} against before"
-        )
         after.append(
-            f"after the windows {figures.duration(live.after_step_s)} a step{less_or_more}"
+            f"afterwards a step takes {figures.duration(live.after_step_s)}{_change(live)}"
         )
-    if live.torn_down:
-        after.append(live.torn_down)
+    if live.torn_down not in (None, "yes"):
+        after.append(f"the profiler stays attached: {live.torn_down.removeprefix('no: ')}")
     return el(
         "div",
         el("h3", "Profiled windows"),
@@ -123,3 +120,14 @@ def _windows(live: Live) -> Html:
         ),
         el("p.dim", pieces(after)),
     )
+
+
+def _change(live: Live) -> str:
+    """Returns what the steps after the windows take against those before, with its interval."""
+    if live.after_frac is None:
+        return ""
+    change = f", {100 * live.after_frac:+.2g} %"
+    if live.after_ci95 is None:
+        return change
+    low, high = (100 * bound for bound in live.after_ci95)
+    return f"{change} ({low:+.2g} to {high:+.2g}, 95 %)"

@@ -22,3 +22,14 @@ def test_reading_the_loss_at_every_step(job: Any, found: Any) -> None:
 def test_without_reads_there_is_nothing(job: Any, found: Any) -> None:
     job.steps(20, lambda: job.op("aten::mm", 60, HALF, HALF))
     assert found(job) == {}
+
+
+def test_the_operator_that_reads_is_named(job: Any, found: Any) -> None:
+    def body() -> None:
+        job.op("aten::mm", 60, HALF, HALF)
+        job.t.op("aten::_local_scalar_dense", job.host, 60, ([], "float"))
+        job.t.call("cudaStreamSynchronize", job.host, 58)
+        job.host += 62
+
+    evidence = found(job.steps(20, body))["host-read"].evidence
+    assert "(aten::_local_scalar_dense, cudaStreamSynchronize)" in evidence

@@ -64,3 +64,18 @@ def test_a_softmax_of_anything_else_is_no_attention(job: Any, found: Any) -> Non
         job.op("aten::_softmax", 210, (SCORES, "c10::BFloat16"), -1, "False")
 
     assert "unfused-attention" not in found(job.steps(6, body))
+
+
+def test_on_a_cpu_too(timeline: Any, found: Any) -> None:
+    scores = ([8, 64, 64], "float")
+    for i in range(4):
+        at = 1000.0 * i
+        timeline.op("aten::bmm", at, 200, ([8, 64, 16], "float"), ([8, 16, 64], "float"))
+        timeline.op("aten::mul", at + 210, 100, scores, 0.125)
+        timeline.op("aten::_softmax", at + 320, 200, scores, -1, "False")
+        timeline.op("aten::bmm", at + 530, 200, scores, ([8, 64, 16], "float"))
+        timeline.optimizer(at + 900, 100)
+        timeline.op("aten::add_", at + 905, 90, ([8], "float"), ([8], "float"), 1)
+        timeline.mark(i, at, 1000)
+    finding = found(timeline)["unfused-attention"]
+    assert finding.predicted_gain_frac == pytest.approx(0.3, abs=0.001)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from flopwise.diagnosis.ledger.predict import Predict
 from flopwise.diagnosis.ledger.replay import without
 from flopwise.diagnosis.ledger.scene import MEASURED, SHOWN_FRAC, Scene
@@ -15,13 +17,16 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
     if share < SHOWN_FRAC or scene.host is None:
         return None
     calls = [one for one in scene.host.blocked if one.cause == SYNC]
-    names = sorted({scene.job.events.name_of(one.row) for one in calls})
+    name_of = scene.job.events.name_of
+    calling = Counter(name_of(above) for one in calls for above in scene.places.around(one.row)[:1])
+    names = [name for name, _ in calling.most_common(2)]
+    names += sorted({name_of(one.row) for one in calls})
     return Finding(
         code="L102",
         cause="host-read",
         share_frac=share,
         where=scene.waits(blocks),
-        evidence=f"{len(calls)} calls in the trace waited for the device ({', '.join(names[:3])})",
+        evidence=f"{len(calls)} calls in the trace waited for the device ({', '.join(names[:4])})",
         advice="read the loss and metrics every N steps or one step late, copy with non_blocking=True from pinned memory",
         predicted_gain_frac=predict(without(SYNC)),
         certainty=MEASURED,

@@ -31,6 +31,12 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
         advice="load in worker processes (num_workers, persistent_workers, pin_memory) or more of them; "
         "`flopwise tune` tries",
         # On a CPU workers would compute on the cores that the training needs: nobody knows what is gained.
-        predicted_gain_frac=predict(without(INPUT)) if scene.host else None,
+        predicted_gain_frac=_gain(scene, predict) if scene.host else None,
         certainty=MEASURED,
     )
+
+
+def _gain(scene: Scene, predict: Predict) -> float | None:
+    """Returns what loading ahead gives: no more than the device is idle for it, with what follows a wait unseen."""
+    gain = predict(without(INPUT))
+    return None if gain is None else min(gain, scene.share("idle_input", "idle_other"))

@@ -37,13 +37,17 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
         evidence=f"{said}; scaled_dot_product_attention fell back to its math backend"
         if math
         else said,
-        advice=_advice(found, math, first.dtype),
+        advice=_advice(found, math, first.dtype, scene.host is None),
         predicted_gain_frac=predict.faster(dict.fromkeys(_work(found.traffic), 0.0)),
         certainty=MEASURED,
     )
 
 
-def _advice(found: Scores, math: bool, dtype: str) -> str:
+def _advice(found: Scores, math: bool, dtype: str, on_cpu: bool) -> str:
+    if (
+        math and on_cpu
+    ):  # source: aten/src/ATen/native/transformers/sdp_utils_cpp.cpp of pytorch/pytorch
+        return "on a CPU the fused kernel takes no dropout: leave it out of attention (dropout_p=0)"
     if math:
         return (
             "make a fused backend fit: 16-bit queries, keys and values of one dtype, a head size that is a multiple of 8, "

@@ -108,6 +108,7 @@ def _ratio(
     for call in calls:
         if call.tensors and call.op in _PASSES:
             n_bytes[call.name] = n_bytes.get(call.name, 0) + call.tensors[0].operand.n_bytes
-    needed = bytes_ns(fused * max(n_bytes.values(), default=0), scene)
+    once = statistics.median_high(n_bytes.values()) if n_bytes else 0
+    needed = bytes_ns(fused * once, scene)
     work_ns = sum(call.ns for call in calls)
     return min(1.0, needed / _FUSED_FRAC / work_ns) if needed else None

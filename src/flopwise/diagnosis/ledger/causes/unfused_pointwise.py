@@ -58,7 +58,7 @@ def _named(chain: list[Link]) -> str:
 def _left(found: list[list[Link]]) -> dict[int, float]:
     """Returns how much of its time the work of the chains takes without what is saved, by position."""
     return {
-        k: 1 - link.saved_bytes / link.passes_bytes
+        k: 1 - link.saved_ns / link.call.ns
         for chain in found
         for link in chain
         for k in link.call.work
