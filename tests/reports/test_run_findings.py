@@ -31,7 +31,7 @@ def test_findings_stand_behind_the_results_in_the_order_of_the_record(sample):
         "  1           D301 debug-switch · cost not measured · seen · train.py:3",
         "              anomaly detection is on",
         "              do: switch it off",
-        "  2           D101 input-wait · 51.4 % of the time · at most 25 % less time without it · measured",
+        "  2           D101 input-wait · 51.4 % of the time · predicted 25 % less time without it · measured",
         "              train.py:9, a.py:1, b.py:2 and 1 more",
         "              the step waits for data",
         "              do: load in workers",

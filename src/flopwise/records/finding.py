@@ -17,5 +17,5 @@ class Finding:
     where: list[str]  # "file:line", or the variable that was set; empty: not known
     evidence: str  # what was seen, with its numbers
     advice: str  # what to do
-    predicted_gain_frac: float | None  # 1 - t_new / t_old, at most, if only this were cured
+    predicted_gain_frac: float | None  # predicted 1 - t_new / t_old, if only this were cured
     certainty: str  # "measured" | "counted" | "seen"

@@ -36,7 +36,7 @@ def _head(finding: Finding) -> list[Piece]:
     else:
         items.append(f"{percent(finding.share_frac)} of the time")
     if finding.predicted_gain_frac is not None:
-        items.append(f"at most {percent(finding.predicted_gain_frac)} less time without it")
+        items.append(f"predicted {percent(finding.predicted_gain_frac)} less time without it")
     items.append(finding.certainty)
     if finding.where:
         items.append(figures.few(finding.where, PLACES))

@@ -23,7 +23,7 @@ def cards(parsed: Callable[[str], Any], *findings: Finding) -> Any:
 def test_all_of_it(parsed: Callable[[str], Any]) -> None:
     (found,) = cards(parsed, WHOLE).all("article")
     assert found.text == (
-        "1 input wait L101 72 % of the time measured at most 1.33x as fast without it seen <so> a.py:1 b.py:2 Do: workers=4"
+        "1 input wait L101 72 % of the time measured predicted 1.33x as fast without it seen <so> a.py:1 b.py:2 Do: workers=4"
     )
 
 

@@ -76,7 +76,7 @@ def test_a_run_with_its_ledger(sample: Any, live: LedgerRecord, parsed: Parsed) 
     )
     (found,) = root.all("article")
     assert found.text == (
-        "1 slow dtype L104 50 % of the time measured at most 2.00x as fast without it seen a.py:3 Do: use bf16"
+        "1 slow dtype L104 50 % of the time measured predicted 2.00x as fast without it seen a.py:3 Do: use bf16"
     )
     stands = root.section("What this stands on")
     assert stands.rows() == [

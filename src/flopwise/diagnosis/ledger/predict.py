@@ -10,6 +10,9 @@ from flopwise.diagnosis.ledger.scene import SHOWN_FRAC, Scene
 
 #: A replay that does not reproduce the steps this well predicts nothing.
 REPLAY_ERROR_FRAC = 0.02
+#: The steps of a live run's windows may be so far from the undisturbed ones where nothing of the host explains it: then the
+#: gain is that of the window's steps, as a share of them.
+DRIFT_FRAC = 0.10
 #: A host without a profiler takes so much of its time under one, at the least and at the most. Sources: measured on H200s,
 #: 0.4 to 0.9 of it with shapes and stacks recorded; more than 1 where a machine was busier in between.
 HOST_LEAST, HOST_MOST = 0.2, 1.2
@@ -60,10 +63,17 @@ class Predict:
         fits = [(host, 1.0), (1.0, loader)]
         if step_ns > play() and self._scene.share("idle_input") >= SHOWN_FRAC:
             fits.reverse()
-        return next((pace for pace in fits if self._near(play(AS_IT_WAS, *pace))), None)
+        exact = next((pace for pace in fits if self._near(play(AS_IT_WAS, *pace))), None)
+        if exact is not None or self._scene.profiled:
+            return exact
+        nearest = min([(1.0, 1.0), *fits], key=lambda pace: self._off(play(AS_IT_WAS, *pace)))
+        return nearest if self._off(play(AS_IT_WAS, *nearest)) <= DRIFT_FRAC else None
 
     def _near(self, ns: float) -> bool:
-        return abs(ns * 1e-9 / self._scene.step_s - 1) <= REPLAY_ERROR_FRAC
+        return self._off(ns) <= REPLAY_ERROR_FRAC
+
+    def _off(self, ns: float) -> float:
+        return abs(ns * 1e-9 / self._scene.step_s - 1)
 
 
 def _fitted(play: Callable[[float], float], step_ns: float, low: float, high: float) -> float:

@@ -154,7 +154,12 @@ class Replay:
                     length = int(work.end_ns[k] - work.start_ns[k])
                     ends[k] = start + change.work_ns(k, length)
                     free[stream] = max(ends[k], free.get(stream, float("-inf")))
-                clock += (took if new is None else new) * host
+                if new is None and item.awaited >= 0:  # it returns with the copy that it launched
+                    after = item.end_ns - int(work.end_ns[item.awaited])
+                    clock = max(clock, ends[item.awaited] + after)
+                    waited += took
+                else:
+                    clock += (took if new is None else new) * host
                 if new is not None:
                     waited += took
                     still += new * host
@@ -224,11 +229,14 @@ def _items(events: Events, work: Launches, host: Host, launched_ns: Ints) -> lis
             at = int(launched_ns[k])
             items.append(Item(at, at, LAUNCH, (k,)))
     blocking = {one.row for one in host.blocked}
+    # A copy of pageable memory is staged by its call, in the order of the stream: the call lasts until it is well under way.
+    pageable = events.names_where(lambda name: "Pageable" in name)
     for call, ks in by_call.items():
         start = int(events.start_ns[call])
         # A blocking copy launches, then it waits.
         took = 0 if call in blocking else int(events.duration_ns[call])
-        items.append(Item(start, start + took, LAUNCH, tuple(ks)))
+        staged = [k for k in ks if pageable[work.rows[k]] and work.start_ns[k] < start + took]
+        items.append(Item(start, start + took, LAUNCH, tuple(ks), staged[-1] if staged else -1))
     items += [
         Item(one.start_ns, one.end_ns, one.cause, awaited=_awaited(work, one))
         for one in host.blocked

@@ -36,7 +36,7 @@ def _one(at: int, finding: Finding) -> Html:
         else f"{percent(finding.share_frac)} of the time"
     )
     faster = gain(finding.predicted_gain_frac)
-    said = "no faster without it" if faster == "1.00x" else f"at most {faster} as fast without it"
+    said = "no faster without it" if faster == "1.00x" else f"predicted {faster} as fast without it"
     return el(
         "article.finding",
         el(

@@ -112,7 +112,7 @@ def draw(record: LedgerRecord) -> Html:
 def _replayed() -> Html:
     return el(
         "p.dim",
-        "Gains are replays of the recorded steps with that one cause removed, at most; they do not add up.",
+        "Gains are replays of the recorded steps with that one cause removed: predictions, and they do not add up.",
     )
 
 
