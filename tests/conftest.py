@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,7 @@ from flopwise.launch.command import Job
 from flopwise.records import rank as rank_records
 from flopwise.records import run as run_records
 from flopwise.records import store
-from flopwise.records.rank import FlopCount, RankRecord, StepRow, Telemetry
+from flopwise.records.rank import FlopCount, ProfiledWindow, RankRecord, StepRow, Telemetry
 from flopwise.records.run import RunRecord
 from flopwise.trace.chrome import Trace
 from flopwise.trace.chrome import read as read_trace
@@ -162,7 +162,10 @@ def go(
     capfd: pytest.CaptureFixture[str],
     loaded_python: list[str],
 ) -> Iterator[Callable[..., Done]]:
-    """A function that runs a script after TRAIN (or a command that is given the path of it) and measures it."""
+    """A function that runs a script after TRAIN (or a command that is given the path of it) and measures it.
+
+    Without profiled windows after the timed steps, unless `profile=True` asks for them.
+    """
     monkeypatch.chdir(tmp_path)
 
     def run(
@@ -176,7 +179,7 @@ def go(
         argv = [*loaded_python, str(script), *words]
         job = Job(command(argv) if command else argv, "script.py", str(script), ["script.py"])
         folder = tmp_path / "run"
-        options = {"out": str(folder), "peak": "1T"} | options
+        options = {"out": str(folder), "peak": "1T", "profile": False} | options
         returned = api.run_command(job, **options)
         out, err = capfd.readouterr()
         return Done(returned, out, err, Path(options["out"]))
@@ -345,3 +348,76 @@ def training(timeline: Timeline) -> Callable[..., Timeline]:
         return t
 
     return fill
+
+
+#: When the traces of windows begin, ns since 1970.
+BASE_NS = 1_800_000_000_000_000_000
+
+
+@pytest.fixture
+def window(tmp_path: Path) -> Callable[..., tuple[Path, ProfiledWindow]]:
+    """Returns a function that writes the trace of a profiled window of an H200, with what the meter notes of it.
+
+    Step i begins at 10 ms + i * step. A product of 1024 cubed in bfloat16 runs from 50 us on for 400 us, a ReLU of a million
+    float32 from 500 on for 200, the optimizer's kernel for 100 us until 50 us before the next step begins, so a step of
+    1000 us is busy for 700, and idle for 100 because the product was launched 40 us into the step and for 200 by itself.
+    """
+
+    def write(
+        kind: str,
+        *,
+        steps: int = 8,
+        step_us: float = 1000,
+        stretch: float = 1.0,  # of kernels
+        lead: int = 1,
+        flags: dict[int, int] | None = None,
+        extra: Callable[[Timeline, float], None] = lambda timeline, at: None,
+        waits: Sequence[tuple[float, float]] = (),  # within each step
+        cpu: bool = False,
+        folder: Path = tmp_path,
+    ) -> tuple[Path, ProfiledWindow]:
+        t = Timeline(folder)
+        t.header["baseTimeNanoseconds"] = BASE_NS
+        if not cpu:
+            t.on("NVIDIA H200")
+        operators = kind != "light"
+        square = ([1024, 1024], "c10::BFloat16")
+
+        def piece(
+            name: str, kernel: str, at: float, dur: float, launched: float, *with_: Any
+        ) -> None:
+            if cpu:
+                t.op(name, at, dur, *with_)
+                return
+            op = t.op(name, launched - 2, 6, *with_) if operators else 0
+            t.kernel(kernel, at, dur * stretch, at=launched, op=op)
+
+        marks, stretches = [10_000.0], []
+        for i in range(steps):
+            at = 10_000 + i * step_us
+            piece("aten::mm", "gemm", at + 50, 400, at + 40, square, square)
+            piece("aten::relu", "relu", at + 500, 200, at + 60, ([1000, 1000], "float"))
+            late = at + step_us - 150
+            if operators:
+                t.optimizer(late if cpu else at + 75, 100 if cpu else 15)
+            fused = ([8], "float"), ([8], "float"), 1
+            piece("aten::add_", "step", late, 100, at + 80, *fused)
+            extra(t, at)
+            marks.append(at + step_us)
+            stretches += [(at + low, at + high) for low, high in waits]
+        path = t.write(f"{kind}.json")
+        return path, ProfiledWindow(
+            kind=kind,
+            file=path.relative_to(tmp_path).as_posix(),
+            marks_ns=[BASE_NS + round(1000 * mark) for mark in marks],
+            flags=[(flags or {}).get(i, 0) for i in range(steps)],
+            lead=lead,
+            waits_ns=[
+                (BASE_NS + round(1000 * low), BASE_NS + round(1000 * high))
+                for low, high in stretches
+            ],
+            cost_ns=5_000_000,
+            bytes=path.stat().st_size,
+        )
+
+    return write

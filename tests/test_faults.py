@@ -335,7 +335,7 @@ def test_a_signal_to_us_ends_the_script_or_leaves_it_alone(
     (in_folder / "script.py").write_text(
         training_code + "train(1500, lambda step: time.sleep(0.001))\nopen('finished', 'w')"
     )
-    options = ["run", "--steps", "600", "--peak", "1T", "--out", "run", "--"]
+    options = ["run", "--no-profile", "--steps", "600", "--peak", "1T", "--out", "run", "--"]
     ours = subprocess.Popen(
         [sys.executable, "-m", "flopwise", *options, *loaded_python, "script.py"],
         stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -31,7 +31,7 @@ def test_every_option_arrives(in_folder: Path, handed: list[Any]) -> None:
     (in_folder / "x.py").touch()
     line = shlex.split(
         "run --steps 5 --warmup 0 --stop-after --out o --json j --html h --peak 1T --price 2.5 --plan p --force-plan "
-        "--quiet x.py --steps 6"
+        "--no-profile --quiet x.py --steps 6"
     )
     assert main(line) == 7
     job, options = handed
@@ -39,6 +39,7 @@ def test_every_option_arrives(in_folder: Path, handed: list[Any]) -> None:
     assert options == {
         "command": ["flopwise", *line], "steps": 5, "warmup": 0, "stop_after": True, "out": "o",
         "json_path": "j", "html_path": "h", "peak": "1T", "price": 2.5, "plan": "p", "force_plan": True, "quiet": True,
+        "profile": False,
     }  # fmt: skip
 
 
@@ -47,7 +48,8 @@ def test_without_options_everything_is_by_rule(handed: list[Any]) -> None:
     job, options = handed
     assert job.argv == ["true"]
     assert {k: v for k, v in options.items() if v not in (None, False)} == {
-        "command": ["flopwise", "run", "--", "true"]
+        "command": ["flopwise", "run", "--", "true"],
+        "profile": True,
     }
 
 

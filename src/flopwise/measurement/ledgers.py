@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from flopwise.diagnosis.ledger.build import Given, LedgerError
@@ -58,17 +58,16 @@ def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Contex
         raise LedgerError("no windows were profiled (--no-profile)")
     noted = {window.kind: window for window in profile.windows}
     if "heavy" not in noted:
-        state, _, why = profile.state.partition(": ")
-        raise LedgerError(f"no windows were profiled: {why or state}")
+        raise LedgerError(f"operators were not profiled: {_why_none(profile)}")
     windows = {kind: _window(folder, window) for kind, window in noted.items() if kind != "stacks"}
     heavy = windows["heavy"]
     light = windows.get("light")
     if isinstance(heavy, str):
         raise LedgerError(heavy)
     if rank.device_type == "cuda" and (light is None or isinstance(light, str)):
-        raise LedgerError(light or "the light window was not recorded")
+        raise LedgerError(light or f"the device was not profiled: {_why_none(profile)}")
     each_s = [row.ns * 1e-9 for row in rank.rows if row.kind == "timed"]
-    if not each_s:
+    if not sum(each_s) > 0:
         raise LedgerError("no step was timed")
     return live_ledger(
         heavy,
@@ -93,13 +92,27 @@ def pack(folder: Path, ranks: Sequence[RankRecord]) -> None:
     """Compresses the traces of the windows; whoever opens them can read both forms."""
     for rank in ranks:
         for window in rank.profile.windows if rank.profile is not None else ():
-            path = folder / window.file
-            if not path.is_file() or path.is_symlink() or folder not in path.resolve().parents:
-                continue
-            packed = path.with_name(path.name + PACKED)
-            with open(path, "rb") as plain, gzip.open(packed, "wb", compresslevel=3) as small:
-                shutil.copyfileobj(plain, small, 1 << 20)
-            os.unlink(path)
+            path = _inside(folder, window.file)
+            if path is not None and not (folder / window.file).is_symlink():
+                _compress(path)
+
+
+def _compress(path: Path) -> None:
+    packed = path.with_name(path.name + PACKED)
+    try:
+        with open(path, "rb") as plain, gzip.open(packed, "wb", compresslevel=3) as small:
+            shutil.copyfileobj(plain, small, 1 << 20)
+    except BaseException:
+        packed.unlink(missing_ok=True)
+        raise
+    path.unlink()
+
+
+def _why_none(profile: Profile) -> str:
+    state, _, why = profile.state.partition(": ")
+    if state == "pending":
+        return "the record was written before they were complete"
+    return why or "each window of them was cut short"
 
 
 def _window(folder: Path, noted: ProfiledWindow) -> Window | str:
@@ -111,12 +124,23 @@ def _window(folder: Path, noted: ProfiledWindow) -> Window | str:
 
 
 def _read(folder: Path, noted: ProfiledWindow) -> Trace:
-    path = folder / noted.file
-    if not path.exists():
-        path = path.with_name(path.name + PACKED)
-    if folder.resolve() not in path.resolve().parents:
-        raise LedgerError(f"{noted.file}: not in the run folder")
-    return read(path)
+    for name in (noted.file, noted.file + PACKED):
+        path = _inside(folder, name)
+        if path is not None:
+            return read(path)
+    raise LedgerError(
+        f"the trace of the {noted.kind} window is not in the run folder ({noted.file or 'not written'})"
+    )
+
+
+def _inside(folder: Path, name: str) -> Path | None:
+    """Returns the file of this name if it lies below the folder."""
+    try:
+        path = (folder / name).resolve()
+        found = path.is_file() and folder.resolve() in path.parents
+    except (OSError, ValueError, RuntimeError):  # no name of a file, or a link to itself
+        return None
+    return path if found else None
 
 
 def _stacks(folder: Path, noted: ProfiledWindow | None) -> Window | None:
@@ -149,8 +173,9 @@ def _peak(record: RunRecord, context: Context) -> Peak | None:
 def _live(profile: Profile, each_s: Sequence[float]) -> Live:
     windows = []
     for window in profile.windows:
-        marks = window.marks_ns[window.lead :]
-        mean = (marks[-1] - marks[0]) * 1e-9 / (len(marks) - 1) if len(marks) > 1 else None
+        steps = list(zip(pairwise(window.marks_ns), window.flags, strict=False))
+        each = [(high - low) * 1e-9 for (low, high), flag in steps[window.lead :] if not flag]
+        mean = sum(each) / len(each) if each else None
         windows.append(Profiled(window.kind, len(window.flags), mean, window.cost_ns * 1e-9))
     before = mean_interval(list(each_s))
     after_s = after_frac = after_ci95 = None

@@ -32,6 +32,16 @@ class Agreed(NamedTuple):
     text: str = ""  # what else it said
 
 
+def begin(session: Session) -> None:
+    """Takes away what an earlier job with the same run folder has said for this rank, before anybody looks."""
+    rank, world, _ = finish.identity()
+    for purpose in (STOP, PROFILE):
+        folder = _folder(session, purpose) if world > 1 else None
+        if folder is not None:
+            for name in (f"rank-{rank}", f"refused-{rank}", f"left-{rank}", *["step"][rank:]):
+                (folder / name).unlink(missing_ok=True)
+
+
 def agree(session: Session, purpose: str, say: Callable[[], str] = lambda: "") -> Agreed | None:
     """Returns the step that all ranks agree on, or None while that is not decided.
 
@@ -42,6 +52,10 @@ def agree(session: Session, purpose: str, say: Callable[[], str] = lambda: "") -
     folder = _folder(session, purpose)
     if world == 1 or folder is None:
         return Agreed(session.boundaries.total, say())
+    if purpose == STOP and session.device.type == "cuda":
+        # The host runs ahead of the device, of a small model by more steps than the decision lies ahead. Where every
+        # step has a collective, ranks that wait for their devices are never more than a step apart.
+        torch.cuda.synchronize(session.device)
     decision = folder / "step"
     if rank == 0:
         if any((folder / f"refused-{other}").exists() for other in range(1, world)):

@@ -122,9 +122,7 @@ def build(snapshot: Snapshot) -> RankRecord:
         lead=session.enough,
     )
     on_cuda = session.device.type == "cuda"
-    rank, world, local_rank = identity()
-    if world == 1 and session.identity is not None:
-        rank, world, local_rank = session.identity
+    rank, world, local_rank = identity_of(session)
     index = session.device.index if on_cuda else None
     if on_cuda and index is None:
         index = torch.cuda.current_device()
@@ -414,6 +412,12 @@ def identity() -> tuple[int, int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     return rank, world, _number("LOCAL_RANK", rank)
+
+
+def identity_of(session: Session) -> tuple[int, int, int]:
+    """Returns the same of a session, whose process group may be gone."""
+    found = identity()
+    return session.identity if found[1] == 1 and session.identity is not None else found
 
 
 def _number(name: str, otherwise: int) -> int:

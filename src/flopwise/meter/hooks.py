@@ -309,8 +309,9 @@ class Hooks:
 
 
 def _starts_workers(loader: Any) -> bool:
-    kept = loader.persistent_workers and getattr(loader, "_iterator", None) is not None
-    return bool(loader.num_workers) and not kept
+    kept = getattr(loader, "persistent_workers", False)
+    kept = kept and getattr(loader, "_iterator", None) is not None
+    return bool(getattr(loader, "num_workers", 0)) and not kept
 
 
 def _replica(original: Wrapped) -> Wrapped:

@@ -14,16 +14,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch.autograd import profiler as torch_profiler
-
 from flopwise.meter import agreement, finish
 from flopwise.meter.clock import DeviceClock, Stamp
 from flopwise.meter.patches import Patches
+from flopwise.meter.recorder import Recorder, in_main_thread
 from flopwise.meter.rows import COMPILED, EPOCH, EVALUATION, SAVE, TIMED, Brief, Row
 from flopwise.meter.trainers import in_backward_pass
 from flopwise.records.rank import Profile, ProfiledWindow
@@ -36,6 +35,8 @@ PENDING = "pending"
 LIGHT, HEAVY, STACKS, AFTER = "light", "heavy", "stacks", "after"
 #: Nothing but this is training: what else a step held makes it another one.
 OTHER_THAN_TRAINING = EVALUATION | SAVE | EPOCH | COMPILED
+#: Why windows end where the script profiles.
+THEIRS = "the script began to profile by itself"
 #: A heavy window is not to write more than this, bytes: its steps are cut down by what a light one wrote a step, and
 #: a heavy one writes up to six times as much (seen in traces of eager GPT-2 and ResNet-50 with shapes).
 MOST_BYTES = 400e6
@@ -54,7 +55,6 @@ class _Window:
     steps: int  # besides the lead
     lead: int = LEAD
     tries: int = TRIES
-    profile: Any = None
     marks_ns: list[int] = field(default_factory=list)
     flags: list[int] = field(default_factory=list)
     waits_from: int = 0
@@ -67,18 +67,23 @@ class Profiling:
 
     def __init__(self, session: Session) -> None:
         self._session = session
+        self._recorder = Recorder(session, self._make_way)
         self._state = "none: the script ended before enough steps were timed"
         self._windows: list[ProfiledWindow] = []
-        self._left: list[_Window] = []  # to be opened; the first one is open once it has a profile
+        self._left: list[
+            _Window
+        ] = []  # to be recorded; the first one is open while the recorder runs
         self._after: list[tuple[int, Stamp | None, int]] = []  # host time, stamp, flags
         self._after_steps = 0
         self._clock: DeviceClock | None = None
-        self._torn_down: str | None = None
         self._agreed: agreement.Agreed | None = None
         self._patient_until = 0.0
-        self._patches = Patches()
-        self._ours = False  # the profiler is being started or stopped by us
         self._usual = 0  # flags of most steps: an evaluation in each of them is part of it
+        self._wanted: str | None = None  # why it is to end, said by another thread
+
+    def install(self, patches: Patches) -> None:
+        """Follows from the start whether the script profiles by itself: its profiler comes first."""
+        self._recorder.install(patches)
 
     # ------------------------------------------------------------------ begin, end
 
@@ -97,46 +102,46 @@ class Profiling:
 
     def begin(self) -> None:
         """Opens the first window, once all ranks are ready for it."""
-        self._watch_the_scripts_profilers()
         self._safely(self._try_to_agree)
 
     def _why_not(self) -> str | None:
         session = self._session
         if session.trainers.several is not None:
             return "several threads train"
+        if session.trainers.moved or not in_main_thread():
+            return "not the main thread trains, and only there is the profiler sure to be stopped"
         if session.device.type not in ("cpu", "cuda"):
             return f"not done on {session.device.type}"
         if session.device.type == "cuda" and os.environ.get("NSYS_PROFILING_SESSION_ID"):
             return "Nsight Systems is recording, and only one profiler can hold the device"
         if in_backward_pass():
             return "the optimizer steps inside the backward pass, where no profiler can be started"
-        if torch_profiler._is_profiler_enabled:
+        if not self._recorder.followed:
+            return "whether the script profiles by itself cannot be told with this torch"
+        if self._recorder.taken:
             return "the script was profiling by itself"
         return None
 
     def boundary(self, started: int) -> None:
         """A step has ended."""
-        self._safely(self._boundary, started)
+        if not in_main_thread():
+            self.end("another thread trains, too")
+        elif self._wanted is not None:
+            self._end(self._wanted)
+        else:
+            self._safely(self._boundary, started)
 
     def _safely(self, function: Callable[..., None], *args: Any) -> None:
         """Calls `function`; whatever it raises ends the windows, and the timed steps stand."""
         try:
             function(*args)
         except Exception as error:
-            reason = f"it failed ({type(error).__name__}: {error})"
-            with contextlib.suppress(Exception):
-                for window in self._left[:1]:
-                    if window.profile is not None:
-                        self._stop(window)
-            self._left.clear()
-            self._settle(f"partial: {reason}" if self._windows else f"none: {reason}")
-            self._session.profiled()
+            self._end(f"it failed ({type(error).__name__}: {error})")
 
     def _boundary(self, started: int) -> None:
         session = self._session
         flags, session.interval.flags = session.interval.flags & ~self._usual, 0
-        frames = session.frames_changed()
-        if frames:
+        if session.frames_changed():
             flags |= COMPILED
         session.interval.clear()
         if self._agreed is None or session.boundaries.total < self._agreed.step:
@@ -146,7 +151,7 @@ class Profiling:
             self._time_after(started, flags)
             return
         window = self._left[0]
-        if window.profile is None:
+        if not self._recorder.running:
             self._open(window)
             return
         window.marks_ns.append(time.time_ns())
@@ -157,36 +162,53 @@ class Profiling:
 
     def interrupt(self) -> None:
         """Something other than training begins: what was recorded stands, and the window is opened again if need be."""
-        self._safely(self._interrupt)
+        unusual = self._session.interval.flags & OTHER_THAN_TRAINING & ~self._usual
+        if unusual and self._recorder.running and in_main_thread():
+            self._safely(self._interrupt)
+
+    def before_fork(self) -> None:
+        """A process that is forked while a profiler runs would crash when it exits."""
+        if self._recorder.running and in_main_thread():
+            self._safely(self._interrupt)
 
     def _interrupt(self) -> None:
-        window = self._left[0] if self._left else None
-        unusual = self._session.interval.flags & OTHER_THAN_TRAINING & ~self._usual
-        if window is None or window.profile is None or not unusual:
-            return
+        window = self._left[0]
         window.tries -= 1
         if self._has_enough(window) or window.tries <= 0:
             self._close(window)
             self._left.pop(0)
         else:
             self._stop(window)
-            window.profile = None
         if not self._left:
             self._finish_windows()
+
+    def end(self, why: str) -> None:
+        """Ends it for good, and has the session go on without; the main thread does so where a profiler runs."""
+        if not in_main_thread():
+            with self._recorder.lock:
+                self._wanted = self._wanted or why
+                if self._recorder.running:
+                    return
+        self._end(why)
+
+    def _end(self, why: str) -> None:
+        self.abandon(why)
+        self._session.profiled()
 
     def abandon(self, why: str) -> None:
         """Ends whatever is under way. What is complete stays."""
         if self._state != PENDING:
             return
-        for window in self._left[:1]:
-            window.last = True
-            if window.profile is not None:
-                if self._has_enough(window):
-                    self._close(window)
+        left, self._left = self._left, []
+        if self._recorder.running and in_main_thread():
+            try:
+                if left and self._has_enough(left[0]):
+                    self._close(left[0], lets_go=True)
                 else:
-                    self._stop(window)
-        self._left.clear()
-        self._settle(f"partial: {why}" if self._windows else f"none: {why}")
+                    self._recorder.stop(lets_go=True)
+            except Exception as error:
+                why += f"; its window was lost ({type(error).__name__}: {error})"
+        self._state = f"partial: {why}" if self._windows else f"none: {why}"
 
     def leave(self) -> None:
         """The meter is being taken out."""
@@ -194,16 +216,22 @@ class Profiling:
 
     def forget(self) -> None:
         """In a forked child: what the parent has open is not ours."""
-        self._left.clear()
-        self._settle("none: a forked process")
+        self._left = []
+        self._recorder.forget()
+        self._state = "none: a forked process"
+
+    def _make_way(self) -> None:
+        """The script is about to profile by itself, in any thread."""
+        if self._state != PENDING:
+            return
+        self.end(THEIRS)
+        until = time.monotonic() + PATIENCE_S
+        while self._recorder.running and time.monotonic() < until:
+            time.sleep(0.002)
 
     @staticmethod
     def _has_enough(window: _Window) -> bool:
         return len(window.flags) - window.lead >= min(2, window.steps)
-
-    def _settle(self, state: str) -> None:
-        self._state = state
-        self._patches.undo()
 
     # ------------------------------------------------------------------ which windows, and when
 
@@ -214,19 +242,14 @@ class Profiling:
             if self._agreed is None:
                 if time.monotonic() > self._patient_until:
                     agreement.refuse(session, agreement.PROFILE)
-                    self._give_up("the other ranks were not ready for it")
+                    self.end("the other ranks were not ready for it")
                 return
             if self._agreed.step == agreement.NEVER:
-                self._give_up("another rank could not")
+                self.end("another rank could not")
                 return
             self._take(self._agreed.text)
         if self._left and session.boundaries.total >= self._agreed.step:
             self._open(self._left[0])
-
-    def _give_up(self, why: str) -> None:
-        self._left.clear()
-        self._settle(f"none: {why}")
-        self._session.profiled()
 
     def _plan(self) -> str:
         """Returns how many steps each window has, by how long they are: some tenths of a second at least, each."""
@@ -244,9 +267,7 @@ class Profiling:
 
     def _take(self, plan: str) -> None:
         light, heavy, stacks, self._after_steps, lead = map(int, plan.split())
-        if (
-            _python_is_traced()
-        ):  # recording its stacks would take the place of the script's own tracer
+        if _python_is_traced():  # ours would take the place of the script's own tracer
             stacks = 0
         wanted = ((LIGHT, light), (HEAVY, heavy), (STACKS, stacks))
         self._left = [_Window(kind, steps, lead) for kind, steps in wanted if steps]
@@ -260,6 +281,9 @@ class Profiling:
             self._finish_windows()
 
     def _finish_windows(self) -> None:
+        if not self._windows:
+            self.end("each was cut short by an evaluation, a save, a new epoch or a forked process")
+            return
         self._clock = DeviceClock(self._session.device) if self._on_cuda else None
 
     @property
@@ -276,109 +300,52 @@ class Profiling:
                 window.steps = max(1, min(window.steps, int(MOST_BYTES / each)))
         window.marks_ns, window.flags = [], []
         window.waits_from = len(self._session.waits)
-        profile = torch_profiler.profile(
-            use_cpu=window.kind != LIGHT,
-            use_device="cuda" if self._on_cuda else None,
-            use_kineto=True,
-            record_shapes=window.kind != LIGHT,
-            with_stack=window.kind == STACKS,
-        )
-        with self._as_ours():
-            profile.__enter__()
-        window.profile = profile
+        with self._recorder.lock:
+            taken = self._recorder.taken
+            if not taken and self._wanted is None:
+                self._recorder.start(operators=window.kind != LIGHT, stacks=window.kind == STACKS)
+        if not self._recorder.running:
+            self.end(self._wanted or THEIRS)
+            return
         window.cost_ns += time.perf_counter_ns() - began
         window.marks_ns.append(time.time_ns())
 
-    def _stop(self, window: _Window) -> None:
+    def _stop(self, window: _Window, *, lets_go: bool = False) -> Any:
         began = time.perf_counter_ns()
-        profile = window.profile
-        with self._as_ours(lets_go=window.last):
-            profile.__exit__(None, None, None)
+        profile = self._recorder.stop(lets_go=lets_go)
         window.cost_ns += time.perf_counter_ns() - began
+        return profile
 
-    def _close(self, window: _Window) -> None:
+    def _close(self, window: _Window, *, lets_go: bool = False) -> None:
         """Stops a window and writes its trace: all at once, since the profiler's results hold the interpreter."""
-        self._stop(window)
+        profile = self._stop(window, lets_go=lets_go or window.last)
         began = time.perf_counter_ns()
-        profile, window.profile = window.profile, None
-        if not window.flags:
+        if len(window.flags) < 2:  # nothing would be left behind the first
             return
         session = self._session
-        rank = finish.identity()[0]
-        path = Path(session.config.folder or ".") / FOLDER / f"rank{rank}-{window.kind}.json"
-        path.parent.mkdir(exist_ok=True)
+        rank = finish.identity_of(session)[0]
+        path = Path(session.config.folder or ".") / FOLDER
+        path.mkdir(exist_ok=True)
+        path /= f"rank{rank}-{os.getpid()}-{window.kind}.json"
         path.unlink(missing_ok=True)
         profile.export_chrome_trace(str(path))
         del profile
         window.cost_ns += time.perf_counter_ns() - began
         offset = time.time_ns() - time.perf_counter_ns()
+        # Whoever draws batches in another thread does not wait there where the device is fed.
+        waits = [] if session.draws_apart else session.waits[window.waits_from :]
         self._windows.append(
             ProfiledWindow(
                 kind=window.kind,
                 file=f"{FOLDER}/{path.name}",
                 marks_ns=window.marks_ns,
                 flags=window.flags,
-                lead=min(window.lead, max(0, len(window.flags) - 1)),
-                waits_ns=[(a + offset, b + offset) for a, b in session.waits[window.waits_from :]],
+                lead=min(window.lead, len(window.flags) - 1),
+                waits_ns=[(a + offset, b + offset) for a, b in waits],
                 cost_ns=window.cost_ns,
                 bytes=path.stat().st_size,
             )
         )
-
-    @contextlib.contextmanager
-    def _as_ours(self, *, lets_go: bool = False) -> Iterator[None]:
-        """The profiler's own log is kept from the script's output; after the last window it lets go of the device.
-
-        To be told so when it is started, too, has it record nothing of the device (seen with torch 2.11).
-        """
-        variables = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "10")}
-        if self._on_cuda and lets_go:
-            chosen = os.environ.get("TEARDOWN_CUPTI")
-            self._torn_down = f"TEARDOWN_CUPTI={chosen}" if chosen else self._graphs_forbid()
-            if self._torn_down is None:
-                self._torn_down = "yes"
-                variables["TEARDOWN_CUPTI"] = "1"
-        before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        self._ours = True
-        try:
-            yield
-        finally:
-            self._ours = False
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
-
-    def _graphs_forbid(self) -> str | None:
-        """Returns why the profiler must stay: torn down under CUDA graphs it has crashed processes.
-
-        Source: the remark on TEARDOWN_CUPTI in torch/profiler/profiler.py.
-        """
-        if self._session.graphs.seen:
-            return "no: CUDA graphs are in use, under which taking it out can crash the process"
-        return None
-
-    def _watch_the_scripts_profilers(self) -> None:
-        """Where the script begins to profile by itself, its profiler comes first."""
-        for name in ("_prepare_profiler", "_enable_profiler"):
-            original = getattr(torch_profiler, name, None)
-            if original is not None:
-                label = f"torch.autograd.profiler.{name} (while windows are open)"
-                self._patches.replace(torch_profiler, name, self._first(original), label)
-
-    def _first(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if not self._ours and self._state == PENDING:
-                self._session.guard(self._make_way)
-            return original(*args, **kwargs)
-
-        return wrapped
-
-    def _make_way(self) -> None:
-        self.abandon("the script began to profile by itself")
-        self._session.profiled()
 
     # ------------------------------------------------------------------ afterwards
 
@@ -386,13 +353,13 @@ class Profiling:
         stamp = self._clock.stamp() if self._clock is not None else None
         self._after.append((started, stamp, flags & OTHER_THAN_TRAINING))
         if len(self._after) > self._after_steps + LEAD:
-            self._settle("done")
+            self._state = "done"
             self._session.profiled()
 
     def snapshot(self) -> Callable[[], Profile]:
         """Returns what makes the record of it, later and on another thread."""
         state, windows, after = self._state, list(self._windows), list(self._after)
-        torn_down = self._torn_down
+        torn_down = self._recorder.torn_down
 
         def record() -> Profile:
             spans, clock = _spans(after)

@@ -189,9 +189,11 @@ class Session:
         self.hooks.install()
         self.graphs.install(self.patches)
         self.surroundings.install(self.patches)
+        if self.config.profile:
+            self.profiling.install(self.patches)
         if self.config.folder is not None:
             atexit.register(self.close)
-            os.register_at_fork(after_in_child=self._after_fork)
+            os.register_at_fork(before=self._before_fork, after_in_child=self._after_fork)
         self._last_ns = now()
 
     def detach(self) -> None:
@@ -315,6 +317,9 @@ class Session:
                 identity = self._identify(optimizer)
             settled = self.boundaries.settled
             ends = self.boundaries.feed(identity)
+            if self.phase == PROFILING and settled and not self.boundaries.settled:
+                self.profiling.end("another optimizer steps")
+                return
             if self.boundaries.settled != settled and self.is_measuring:
                 self.leave_sole()
                 self._align_rows()
@@ -428,6 +433,8 @@ class Session:
             self.identity = (
                 finish.identity()
             )  # a process group may be gone when the record is built
+            with contextlib.suppress(OSError):
+                agreement.begin(self)
         self.optimizers[identity] = weakref.ref(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -817,6 +824,10 @@ class Session:
         except Exception as error:
             self._complain(error)
 
+    def _before_fork(self) -> None:
+        if self.live and self.phase == PROFILING and os.getpid() == self.pid:
+            self.guard(self.profiling.before_fork)
+
     def _after_fork(self) -> None:
         """In a forked child: nothing of the parent's measurement is ours, and a child that trains starts anew."""
         if self.phase == DONE:
@@ -855,6 +866,10 @@ class Session:
 
     def fail(self, error: BaseException) -> None:
         """Reports a failure of ours, takes every hook out, and lets the script go on."""
+        if self.phase == PROFILING:
+            with contextlib.suppress(Exception):
+                self.profiling.abandon("the meter failed")
+                self._write_profile()
         self.detach()
         self._complain(error)
         with contextlib.suppress(Exception):

@@ -79,7 +79,7 @@ class Profiled:
         str  # "light" (device activities) | "heavy" (operators and shapes) | "stacks" (Python, too)
     )
     steps: int
-    step_s: float | None  # mean on the device; None: it could not be read
+    step_s: float | None  # mean on the host, of training alone; None: no step of it
     cost_s: float  # what starting it, ending it and writing it added to the run, once
 
 

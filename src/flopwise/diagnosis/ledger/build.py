@@ -162,10 +162,14 @@ def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -
     sound = judge(trace.events, sifted, work, marks)
     if cut is not None:
         sound.first = max(sound.first, cut.first)
+    if sound.first >= len(marks):
+        raise LedgerError(f"{trace.path}: no whole step is left")
     host = Host(events, work, watched=cut is not None)
     replay = Replay(events, work, host, marks)
     if given.lengths is not None:
         work = given.lengths(events, work)
+        if cut is not None:
+            marks = cut.of(steps_at(work, cut.marks_ns))
     job = Job.of_device(events, work, host)
     return Taken(
         trace=dataclasses.replace(trace, events=events),
@@ -189,7 +193,11 @@ def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -
 
 
 def _take_cpu(trace: Trace, given: Given) -> Taken | None:
-    """Returns a trace of a job on a CPU taken apart; None where no operator is in it."""
+    """Returns a trace of a job on a CPU taken apart; None where no operator is in it.
+
+    Raises:
+        LedgerError: no step is left of it.
+    """
     events = trace.events
     work = cpu.work(events)
     if not len(work.rows):
@@ -203,6 +211,10 @@ def _take_cpu(trace: Trace, given: Given) -> Taken | None:
             Steps(cut.marks_ns, cut.marks_ns, "the run's own marks", first_from_mark=False)
         )
         first = cut.first
+    if trace.damage.ends_early:
+        marks = finished(marks, work)
+    if first >= len(marks):
+        raise LedgerError(f"{trace.path}: no whole step is left")
     job = Job.of_cpu(events, work)
     scale, reason = scale_of_cpu(given.ceilings, given.peak)
     whole = own(

@@ -81,7 +81,7 @@ def live_ledger(
         device: the number of the rank's device; None: the busiest.
 
     Raises:
-        LedgerError: there is no work in a window.
+        LedgerError: there is no work in the steps of a window.
     """
     lighter = take_light(light, device) if light is not None else None
     measured = busy(lighter) if lighter is not None else None
@@ -97,6 +97,9 @@ def live_ledger(
         measured = _of_lines(taken)
     elif taken.host is not None:
         before = _differ(measured, taken)
+    for window, ran_ns in ((light or heavy, measured.busy_ns), (heavy, taken.tally.kernel_ns)):
+        if not ran_ns > 0:
+            raise build.LedgerError(f"{window.trace.path}: nothing ran in the steps of this window")
     lines, idle = _Lines(taken, measured, undisturbed).reconciled()
     recorded = record_of(taken)
     record = _overlaid(recorded, taken, measured, undisturbed, lines, idle, before)
@@ -196,7 +199,9 @@ class _Lines:
             have = values[mine].sum()
             if have > 0:
                 values[mine] *= owned[owner] / have
-            elif owned[owner] > 0:  # the heavy window has none of it
+                continue
+            values[mine] = 0.0
+            if owned[owner] > 0:  # the heavy window has none of it
                 name = LINES_OF.get(owner, ("unattributed",))[0]
                 values[self.names.index(name)] = owned[owner]
         idle = idle_of(step_ns, light, self.input_ns)

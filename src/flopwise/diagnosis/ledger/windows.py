@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +17,13 @@ from flopwise.trace.idle import CAUSES
 from flopwise.trace.kinds import Kind
 from flopwise.trace.launches import Launches
 from flopwise.trace.ownership import Owner, own
+from flopwise.trace.steps import steps_at
 from flopwise.trace.table import Events, Ints
 
 #: How the meter's own stretches of waiting for a batch are called in a trace that has no operators.
 WAIT = "DataLoader.__next__ (as the meter saw it)"
+#: Times are ns since 1970 in 64 bits; this is the year 2116.
+LATEST_NS = 2**62
 Floats = npt.NDArray[np.float64]
 
 
@@ -36,17 +40,24 @@ class Window:
         """Returns a window with the longest run of its steps that were training and nothing else.
 
         Raises:
-            LedgerError: it has no such step.
+            LedgerError: it has no such step, its trace is not whole, or the two do not belong together.
         """
+        if trace.damage.ends_early:
+            raise LedgerError(
+                f"the trace of the {noted.kind} window ends early: {trace.damage.ends_early}"
+            )
         base = trace.header.get("baseTimeNanoseconds")
-        base = base if isinstance(base, int) else 0
+        if not isinstance(base, int) or isinstance(base, bool):
+            raise LedgerError(f"the trace of the {noted.kind} window does not say when it begins")
+        _check(noted, base)
         first, last = _longest_run(noted.flags, noted.lead)
         if last <= first:
             raise LedgerError(f"the {noted.kind} window has no whole step of training")
+        waits = [(low, high) for low, high in noted.waits_ns if high > low]
         return cls(
             trace,
             Cut(np.asarray(noted.marks_ns, np.int64) - base, first, last),
-            np.asarray(noted.waits_ns, np.int64).reshape(-1, 2) - base,
+            np.asarray(waits, np.int64).reshape(-1, 2) - base,
         )
 
     def with_waits(self) -> Trace:
@@ -59,6 +70,24 @@ class Window:
         lane = int(np.bincount(events.lane[launching]).argmax())
         return dataclasses.replace(
             self.trace, events=events.with_ranges(WAIT, Kind.ANNOTATION, lane, self.waits_ns)
+        )
+
+
+def _check(noted: ProfiledWindow, base: int) -> None:
+    """Checks that a record's marks can be those of a window.
+
+    Raises:
+        LedgerError: they cannot.
+    """
+    marks, waits = noted.marks_ns, [end for wait in noted.waits_ns for end in wait]
+    what = f"the marks of the {noted.kind} window"
+    if len(marks) != len(noted.flags) + 1 or noted.lead < 0:
+        raise LedgerError(f"{what} are damaged: {len(marks)} of them for {len(noted.flags)} steps")
+    if any(abs(ns - base) >= LATEST_NS or abs(ns) >= LATEST_NS for ns in (*marks, *waits)):
+        raise LedgerError(f"{what} are damaged: one is not a time")
+    if any(later <= earlier for earlier, later in pairwise(marks)):
+        raise LedgerError(
+            f"{what} do not rise: the host's clock was set back meanwhile, or the record is damaged"
         )
 
 
@@ -142,8 +171,9 @@ def durations(
 def as_long_as(
     durations_of: dict[str, tuple[float, float]], events: Events, work: Launches, cut: Cut
 ) -> Launches:
-    """Returns work of another window whose kernels last as long as their namesakes here, in the mean."""
-    low, high = int(cut.marks_ns[cut.first]), int(cut.marks_ns[cut.last])
+    """Returns work of another window whose kernels last as long as their namesakes here, in the mean over its steps."""
+    bounds = steps_at(work, cut.marks_ns).bounds_ns
+    low, high = int(bounds[cut.first]), int(bounds[cut.last])
     own_durations = durations(events, work, low, high, cut.last - cut.first)
     factor = np.ones(len(events.names))
     for number, name in enumerate(events.names):

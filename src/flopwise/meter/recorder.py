@@ -1,0 +1,172 @@
+"""Torch's profiler in the hands of the meter: started and stopped where that is safe, and never beside the script's own.
+
+Seen with torch 2.13 on a CPU: the process crashes where a profiler is started while another one is prepared or runs in
+another thread, where one is stopped by another thread than the one that started it and its results are read, and at the
+exit of a process, or of a forked child of it, in which one still runs. So the main thread alone starts and stops ours,
+before a fork and at the exit it is stopped, and whoever else wants to profile is known before we begin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import profiler as torch_profiler
+
+from flopwise.meter.patches import Patches
+
+if TYPE_CHECKING:
+    from flopwise.meter.session import Session
+
+#: What torch's profilers of all kinds go through, in torch.autograd.profiler.
+BEGINS = ("_prepare_profiler", "_enable_profiler")
+ENDS = "_disable_profiler"
+
+
+def in_main_thread() -> bool:
+    """Returns whether this is the thread that the process ends with."""
+    return threading.get_ident() == threading.main_thread().ident
+
+
+class Recorder:
+    """The profiler of one session."""
+
+    def __init__(self, session: Session, make_way: Callable[[], None]) -> None:
+        self._session = session
+        self._make_way = make_way  # called before the script begins to profile
+        self._profile: Any = None
+        self._theirs = False  # the script has prepared or started a profiler
+        self._ours = False  # it is being started or stopped by us
+        self.lock = threading.RLock()  # nobody begins while we do
+        self.torn_down: str | None = None  # whether it has let go of the device, in words
+        self.followed = False  # it is known whether the script profiles
+
+    def install(self, patches: Patches) -> None:
+        """Follows from here on whether the script profiles by itself."""
+        originals: dict[str, Any] = {
+            name: getattr(torch_profiler, name, None) for name in (*BEGINS, ENDS)
+        }
+        if None in originals.values():
+            return
+        for name, original in originals.items():
+            wrapped = self._ending(original) if name == ENDS else self._beginning(original)
+            patches.replace(torch_profiler, name, wrapped, f"torch.autograd.profiler.{name}")
+        self.followed = True
+
+    @property
+    def running(self) -> bool:
+        """Whether ours runs."""
+        return self._profile is not None
+
+    @property
+    def taken(self) -> bool:
+        """Whether the script profiles, or is about to."""
+        if self._theirs:
+            return True
+        if self.running:
+            return False
+        enabled = getattr(torch.autograd, "_profiler_enabled", bool)
+        return bool(torch_profiler._is_profiler_enabled or enabled())
+
+    def start(self, *, operators: bool, stacks: bool) -> None:
+        """Starts it: with the operators and their shapes, and with Python's functions, too."""
+        profile = torch_profiler.profile(
+            use_cpu=operators,
+            use_device="cuda" if self._on_cuda else None,
+            use_kineto=True,
+            record_shapes=operators,
+            with_stack=stacks,
+        )
+        with self._as_ours():
+            try:
+                profile.__enter__()
+            except BaseException:
+                _stop_by_force()
+                raise
+        self._profile = profile
+
+    def stop(self, *, lets_go: bool) -> Any:
+        """Stops it and returns what holds its results; with `lets_go` it gives up its hold on the device, too."""
+        profile, self._profile = self._profile, None
+        with self._as_ours(lets_go=lets_go):
+            try:
+                profile.__exit__(None, None, None)
+            except BaseException:  # it waits for the device first, which may be lost
+                _stop_by_force()
+                raise
+        return profile
+
+    def forget(self) -> None:
+        """In a forked child: what the parent has started is not ours."""
+        self._profile = None
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self._session.device.type == "cuda"
+
+    def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if not self._ours:
+                self._session.guard(self._make_way)
+                self._theirs = True
+            return original(*args, **kwargs)
+
+        return wrapped
+
+    def _ending(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if not self._ours:
+                self._theirs = False
+            return result
+
+        return wrapped
+
+    @contextlib.contextmanager
+    def _as_ours(self, *, lets_go: bool = False) -> Iterator[None]:
+        """The profiler's own log is kept from the script's output; after the last window it lets go of the device.
+
+        To be told so when it is started, too, has it record nothing of the device (seen with torch 2.11).
+        """
+        variables = {"KINETO_LOG_LEVEL": os.environ.get("KINETO_LOG_LEVEL", "10")}
+        if self._on_cuda and lets_go:
+            chosen = os.environ.get("TEARDOWN_CUPTI")
+            self.torn_down = f"TEARDOWN_CUPTI={chosen}" if chosen else self._graphs_forbid()
+            if self.torn_down is None:
+                self.torn_down = "yes"
+                variables["TEARDOWN_CUPTI"] = "1"
+        before = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        self._ours = True
+        try:
+            yield
+        finally:
+            self._ours = False
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    def _graphs_forbid(self) -> str | None:
+        """Returns why the profiler must stay: torn down under CUDA graphs it has crashed processes.
+
+        Source: the remark on TEARDOWN_CUPTI in torch/profiler/profiler.py.
+        """
+        if self._session.graphs.seen:
+            return "no: CUDA graphs are in use, under which taking it out can crash the process"
+        return None
+
+
+def _stop_by_force() -> None:
+    """Whatever state a failure has left it in: one that still runs would crash the process when it ends."""
+    for name in (ENDS, "_run_on_profiler_stop"):
+        with contextlib.suppress(Exception):
+            getattr(torch_profiler, name)()
