@@ -74,7 +74,12 @@ def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Contex
         light if isinstance(light, Window) else None,
         _stacks(folder, noted.get("stacks")),
         Undisturbed(
-            each_s, record.step_s.ci95, record.phases.data_s, record.clocks, record.energy.watts
+            each_s,
+            record.step_s.ci95,
+            record.phases.data_s,
+            record.clocks,
+            record.energy.watts,
+            rank.preempted_frac,
         ),
         _live(profile, each_s),
         Given(

@@ -99,6 +99,8 @@ class ProfiledWindow:
     waits_ns: list[tuple[int, int]]  # stretches in which a batch was waited for
     cost_ns: int  # what opening it, closing it and writing the trace took, once
     bytes: int = 0  # of the file
+    #: How long the training thread had waited for a core in its life, at each mark; empty: not known.
+    delays_ns: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -162,3 +164,4 @@ class RankRecord:
     )
     draws_apart: bool = False  # batches were drawn in a thread that did not train
     profile: Profile | None = None  # None: windows were not asked for
+    preempted_frac: float | None = None  # of the timed stretch: the training thread had no core
