@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from flopwise.diagnosis.ledger.build import ledger
-from flopwise.records.ledger import FAMILIES, LedgerRecord
-from flopwise.reports.ledger import WORDS
+from flopwise.records.ledger import FAMILIES, LedgerRecord, Live, Profiled
+from flopwise.reports.ledger import WORDS, draw_live
+from flopwise.reports.screen import Screen
 from flopwise.reports.terminal import render_ledger
 
 WHOLE = """\
@@ -140,3 +141,58 @@ def test_any_record_can_be_drawn(
     text = render_ledger(record, width=width, color=False, ascii_only=ascii_only)
     text.encode("utf-8")
     assert "\x1b" not in text
+
+
+WINDOWS = Live(
+    step_s=1e-3,
+    step_s_ci95=None,
+    steps=50,
+    windows=[Profiled("light", 32, 1.2e-3, 0.4), Profiled("heavy", 10, None, 0.6)],
+    idle_from="the light window",
+    after_step_s=1.01e-3,
+    after_frac=0.01,
+    after_ci95=(-0.002, 0.022),
+    torn_down="yes",
+)
+
+
+def drawn(record: LedgerRecord) -> str:
+    screen = Screen(110)
+    draw_live(screen, record)
+    return " ".join(screen.render(color=False).split())
+
+
+@pytest.fixture
+def live(training: Any) -> LedgerRecord:
+    record = ledger(training(4).read())
+    return dataclasses.replace(record, live=WINDOWS, residual_frac=0.004, profiled=False)
+
+
+def test_the_part_of_a_run_tells_of_its_windows(live: LedgerRecord) -> None:
+    text = drawn(live)
+    assert "where the step goes" in text
+    assert "ledger trusted · residual 0.40 % · 100 % of kernel time has a known cost" in text
+    assert "light: 32 steps of 1.20 ms · heavy: 10 steps ·" in text
+    assert "opening, closing and writing them took 1 s, once" in text
+    assert "idle time from the light window" in text
+    assert "afterwards a step takes 1.01 ms · +1 % (-0.2 to +2.2, 95 %)" in text
+    assert "stays attached" not in text
+
+
+def test_what_is_not_known_of_a_run_is_said(live: LedgerRecord) -> None:
+    changed = dataclasses.replace(
+        WINDOWS,
+        idle_from="the undisturbed step less the busy time of the light window: causes are estimates",
+        torn_down="no: CUDA graphs are in use",
+        after_ci95=None,
+    )
+    doubted = dataclasses.replace(live, live=changed, trusted=False, untrusted_because=["why"])
+    assert "by construction" not in drawn(doubted)
+    text = drawn(dataclasses.replace(doubted, residual_frac=0.0))
+    assert "ledger not trusted · residual 0 %, by construction" in text
+    assert "why" in text
+    assert "+1 % · the profiler stays attached: CUDA graphs are in use" in text
+    cut = dataclasses.replace(WINDOWS, after_step_s=None, after_frac=None, after_ci95=None)
+    text = drawn(dataclasses.replace(live, live=cut))
+    assert "the script ended before steps could be timed after them" in text
+    assert "where the step goes" in drawn(dataclasses.replace(live, live=None))

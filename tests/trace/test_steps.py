@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from flopwise.trace.launches import launches
-from flopwise.trace.steps import Steps, finished, optimizer_calls, steps
+from flopwise.trace.steps import Steps, finished, optimizer_calls, steps, steps_at
 
 
 def of(timeline: Any) -> Steps:
@@ -122,3 +125,56 @@ class TestAFileThatWasCut:
         t.events.clear()
         t.kernel("k", 10, 5)
         assert len(self.of(t)) == 1
+
+
+def at(timeline: Any, *marks_us: float) -> Steps:
+    events = timeline.read().events
+    return steps_at(launches(events, 0), np.asarray([1000 * mark for mark in marks_us], np.int64))
+
+
+def test_known_ends_are_cut_at_the_end_of_what_was_launched_before_them(timeline: Any) -> None:
+    timeline.kernel("a", 100, 50, at=10)
+    timeline.kernel("b", 150, 50, at=20)
+    timeline.kernel("c", 200, 70, at=30)  # at the very mark: of the step that begins there
+    timeline.kernel("d", 300, 10, at=45)
+    found = at(timeline, 5, 30, 60)
+    assert found.bounds_ns.tolist() == [5_000, 200_000, 310_000]
+    assert found.host_ns.tolist() == [5_000, 30_000, 60_000]
+    assert (found.by, found.first_from_mark, len(found)) == ("the run's own marks", True, 2)
+
+
+def test_of_several_streams_the_last_to_end_counts(timeline: Any) -> None:
+    timeline.kernel("long", 100, 500, at=10, stream=8)
+    timeline.kernel("short", 100, 10, at=20)
+    timeline.kernel("next", 200, 10, at=40)
+    assert at(timeline, 5, 30, 60).bounds_ns.tolist() == [5_000, 600_000, 600_000]
+
+
+def test_work_without_a_launch_counts_where_it_starts(timeline: Any) -> None:
+    timeline.kernel("replayed", 20, 15)
+    timeline.kernel("late", 40, 15)
+    assert at(timeline, 5, 30, 60).bounds_ns.tolist() == [5_000, 35_000, 55_000]
+
+
+def test_marks_before_all_work_stay_what_they_are(timeline: Any) -> None:
+    timeline.kernel("a", 100, 50, at=90)
+    assert at(timeline, 5, 30, 95).bounds_ns.tolist() == [5_000, 30_000, 150_000]
+    assert at(timeline, 5, 30).bounds_ns.tolist() == [5_000, 30_000]
+
+
+@given(st.data())
+def test_known_steps_are_in_order_and_cover_what_was_launched(timelines: Any, data: Any) -> None:
+    t = timelines()
+    pieces = data.draw(
+        st.lists(
+            st.tuples(st.integers(1, 900), st.integers(0, 300), st.integers(1, 90)), min_size=1
+        )
+    )
+    for launched, delay, dur in pieces:
+        t.kernel("k", launched + delay, dur, at=launched)
+    marks = sorted(data.draw(st.sets(st.integers(1, 1000), min_size=2, max_size=9)))
+    found = at(t, *marks)
+    assert (np.diff(found.bounds_ns) >= 0).all()
+    for mark, bound in zip(marks, found.bounds_ns.tolist(), strict=True):
+        ends = [1000 * (a + delay + dur) for a, delay, dur in pieces if a < mark]
+        assert bound >= max(ends, default=1000 * mark)

@@ -50,3 +50,32 @@ def test_an_empty_table() -> None:
     events = Builder().events()
     assert len(events) == 0
     assert events.names_where(bool).tolist() == []
+
+
+def test_host_ranges_can_be_added() -> None:
+    builder = Builder()
+    builder.add(
+        3,
+        start_ns=[1, 5, 9],
+        duration_ns=[2, 2, 2],
+        kind=[Kind.RUNTIME, Kind.OP, Kind.KERNEL],
+        name=[builder.names[name] for name in ("launch", "op", "kernel")],
+        lane=[builder.lanes[(10, 1)]] * 2 + [builder.lanes[(0, 7)]],
+        correlation=[3, ABSENT, 3],
+    )
+    events = builder.events()
+    lane = int(events.lane[0])
+    added = events.with_ranges("wait", Kind.ANNOTATION, lane, np.asarray([[6, 8], [5, 9]]))
+    assert [added.name_of(row) for row in range(5)] == ["launch", "wait", "op", "wait", "kernel"]
+    assert added.start_ns.tolist() == [1, 5, 5, 6, 9]
+    assert added.duration_ns.tolist() == [2, 4, 2, 2, 2]
+    assert added.correlation.tolist() == [3, ABSENT, ABSENT, ABSENT, 3]
+    assert added.kind.tolist() == [
+        Kind.RUNTIME, Kind.ANNOTATION, Kind.OP, Kind.ANNOTATION, Kind.KERNEL
+    ]  # fmt: skip
+    assert {int(added.lane[row]) for row in (1, 3)} == {lane}
+    assert {added.operands.dtype, events.operands.dtype} == {np.dtype(np.int32)}
+    assert len(events) == 3
+    assert events.names == ["launch", "op", "kernel"]  # the table itself stays
+    same = events.with_ranges("wait", Kind.ANNOTATION, lane, np.zeros((0, 2), np.int64))
+    assert same.start_ns.tolist() == events.start_ns.tolist()

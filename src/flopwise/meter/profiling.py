@@ -269,7 +269,7 @@ class Profiling:
         after = min(60, max(8, math.ceil(1.5 / step_s))) if step_s < 3 else 4
         lead = LEAD if step_s < 1 else 1
         if self._session.device.type == "cpu":
-            light, heavy = 0, min(12, max(heavy, math.ceil(1.0 / step_s)))
+            light = 0
         return f"{light} {heavy} {stacks} {after} {lead}"
 
     def _take(self, plan: str) -> None:

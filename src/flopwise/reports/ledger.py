@@ -81,7 +81,9 @@ def draw_live(screen: Screen, record: LedgerRecord) -> None:
     residual = record.residual_frac
     told: list[Piece] = []
     if residual is not None:
-        estimated = record.live is not None and "estimates" in record.live.idle_from
+        estimated = (
+            not residual and record.live is not None and "estimates" in record.live.idle_from
+        )
         told.append(f"residual {percent(residual)}{', by construction' if estimated else ''}")
     told.append(f"{percent(record.coverage_frac)} of kernel time has a known cost")
     told.append(f"device busy {percent(record.busy_frac)}")
