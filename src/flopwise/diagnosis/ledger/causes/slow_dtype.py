@@ -8,7 +8,6 @@ from flopwise.diagnosis.ledger.scene import MEASURED, SHOWN_FRAC, Scene
 from flopwise.records.finding import Finding
 from flopwise.units import percent
 
-
 TF32 = "TF32 (torch.set_float32_matmul_precision('high'))"
 
 
