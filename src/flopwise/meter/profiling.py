@@ -162,8 +162,9 @@ class Profiling:
 
     def interrupt(self) -> None:
         """Something other than training begins: what was recorded stands, and the window is opened again if need be."""
-        unusual = self._session.interval.flags & OTHER_THAN_TRAINING & ~self._usual
-        if unusual and self._recorder.running and in_main_thread():
+        session = self._session
+        unusual = session.interval.flags & OTHER_THAN_TRAINING & ~self._usual
+        if unusual and self._recorder.running and in_main_thread() and not session.graphs.capturing:
             self._safely(self._interrupt)
 
     def before_fork(self) -> None:
