@@ -177,8 +177,7 @@ def test_marks_lie_where_steps_end_in_the_trace(start: Any) -> None:
     slack_us = 200  # the two clocks
     for (low, high), begins, ends in zip(calls, marks_us, marks_us[1:], strict=False):
         assert begins - slack_us < low
-        assert low < ends
-        assert high < ends + 2_000  # the range ends after our hook
+        assert low < ends < high + slack_us  # our hook runs within the optimizer's range
     shaped = [e for e in trace["traceEvents"] if "Input Dims" in e.get("args", {})]
     assert shaped
 
