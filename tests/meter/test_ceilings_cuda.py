@@ -140,6 +140,10 @@ def test_dtypes_that_the_device_lacks(
     assert {n for n in names if ceilings_cuda._unsupported(n, 0)} == missing
 
 
+def no_library() -> None:
+    raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+
+
 def test_a_whole_record_says_what_it_stands_on(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(
         name="NVIDIA H200", multi_processor_count=132, total_memory=150_109_880_320
@@ -148,8 +152,11 @@ def test_a_whole_record_says_what_it_stands_on(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index=0: (64 << 20, 3_000_000_000))
     monkeypatch.setattr(ceilings_cuda, "SUSTAINED_S", 0.02)
     monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(nvml, "Library", no_library)
     record = ceilings.measure("cuda")
     assert (record.device_name, record.sm_count, record.threads) == ("NVIDIA H200", 132, 0)
-    assert record.notes[0] == "NVML: the module pynvml (nvidia-ml-py) is not installed"
+    assert record.notes[0] == (
+        "NVML: neither the module pynvml (nvidia-ml-py) nor libnvidia-ml.so.1 is installed"
+    )
     assert "2.9 GB of the device were in use" in record.notes[1]
     assert all(g.power_w is None and g.sm_mhz_end is None for g in record.gemm)

@@ -313,9 +313,13 @@ class TestFinding:
         assert telemetry.reason == "NVML: Driver Not Loaded"
         assert (telemetry.energy_j, telemetry.sm_mhz, telemetry.sm_count) == (None, None, 132)
 
-    def test_no_pynvml(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_no_pynvml_and_no_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def no_library() -> None:
+            raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+
         monkeypatch.setitem(sys.modules, "pynvml", None)
-        assert "not installed" in str(nvml.find(uuid=UUID).reason)
+        monkeypatch.setattr(nvml, "Library", no_library)
+        assert "nor libnvidia-ml.so.1 is installed" in str(nvml.find(uuid=UUID).reason)
 
     def test_importing_it_loads_neither_pynvml_nor_torch(self) -> None:
         code = (

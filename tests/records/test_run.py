@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from flopwise.records import run
+from flopwise.records import ledger, run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "run-record.md"
 CLASSES = {
     name: kind
-    for name, kind in vars(run).items()
+    for name, kind in {**vars(run), **vars(ledger)}.items()
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
 SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean"}

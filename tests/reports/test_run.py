@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from flopwise.records.rank import DeviceMetrics
 from flopwise.records.run import RankSummary, Stratum
-from flopwise.reports.run import command_line
+from flopwise.reports.run import command_line, device
 from flopwise.reports.terminal import render_run
 
 
@@ -210,6 +211,56 @@ def test_a_cpu_has_no_line_for_device_clocks(sample):
     record = sample("cpu")
     clocks = dataclasses.replace(record.clocks, note="not measured")
     assert not any("clocks" in text for text in lines(dataclasses.replace(record, clocks=clocks)))
+
+
+READ = DeviceMetrics(
+    window_s=5.2,
+    sm_busy_frac=0.931,
+    sm_occupancy_frac=0.25,
+    tensor_frac=0.412,
+    fp64_frac=0.0,
+    fp32_frac=0.065,
+    fp16_frac=0.0049,
+    dram_bandwidth_frac=0.37,
+    pcie_rx_bytes_per_s=3.2e9,
+    pcie_tx_bytes_per_s=1e6,
+    nvlink_rx_bytes_per_s=0.0,
+    nvlink_tx_bytes_per_s=0.0,
+)
+
+
+def test_the_devices_own_counters_are_shown_beside_the_clocks(sample):
+    record = dataclasses.replace(sample("unknown_gpu"), device_metrics=READ)
+    assert device(record) == [
+        "SM busy 93.1 %",
+        "SM occupancy 25 %",
+        "tensor cores 41.2 %",
+        "FP32 6.50 %",
+        "memory bandwidth 37 %",
+        "PCIe 3.20 GB/s in, 1 MB/s out",
+        "NVML GPM, over 5.20 s",
+    ]
+    text = lines(record)
+    at = next(n for n, row in enumerate(text) if row.startswith("  device "))
+    assert text[at - 1].startswith("  clocks ")
+    assert text[at][14:].startswith("SM busy 93.1 % · SM occupancy 25 % · tensor cores 41.2 %")
+
+
+def test_a_counter_that_was_not_read_is_left_out(sample):
+    one = DeviceMetrics(window_s=5.2, sm_busy_frac=0.0, pcie_rx_bytes_per_s=1e9)
+    record = dataclasses.replace(sample("unknown_gpu"), device_metrics=one)
+    assert line(record, "device") == "SM busy 0 % · NVML GPM, over 5.20 s"
+
+
+def test_counters_that_cannot_be_read_give_their_reason(sample):
+    none = DeviceMetrics(reason="NVML GPM: Insufficient Permissions")
+    record = dataclasses.replace(sample("unknown_gpu"), device_metrics=none)
+    assert line(record, "device") == "not read: NVML GPM: Insufficient Permissions"
+
+
+def test_a_record_without_counters_has_no_line_for_them(sample):
+    text = lines(sample("unknown_gpu"))
+    assert not any(row[2:14].rstrip() == "device" for row in text)
 
 
 def test_nothing_is_said_twice(sample):

@@ -16,7 +16,7 @@ from flopwise.errors import NothingMeasuredError
 from flopwise.hardware.accelerators import Peak
 from flopwise.records import ceilings as ceilings_records
 from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
-from flopwise.records.rank import FlopCount, RankRecord, StepRow, Telemetry
+from flopwise.records.rank import DeviceMetrics, FlopCount, RankRecord, StepRow, Telemetry
 from flopwise.records.run import RunRecord
 from flopwise.records.surroundings import CoreMask, Surroundings
 from flopwise.reports.terminal import render_run
@@ -278,6 +278,16 @@ def test_sums_over_ranks_are_not_given_where_ranks_are_missing(make_rank: MakeRa
         assert (energy.watts, energy.j_per_step, energy.j_per_sample) == (None, None, None)
         assert (cost.usd_per_1k_steps, cost.usd_per_m_samples, cost.devices) == (None, None, None)
         assert energy.reason == cost.reason == record.mfu.reason == why
+
+
+def test_the_devices_own_counters_are_those_of_the_first_rank(make_rank: MakeRank) -> None:
+    def rank(n: int, frac: float) -> RankRecord:
+        seen = Telemetry(uuid=f"gpu{n}", device_metrics=DeviceMetrics(3.0, sm_busy_frac=frac))
+        return make_rank(world_size=2, rank=n, pid=n, device_type="cuda", telemetry=seen)
+
+    record = summarise(rank(1, 0.25), rank(0, 0.75), context=ONE_TERA)
+    assert record.device_metrics == DeviceMetrics(3.0, sm_busy_frac=0.75)
+    assert summarise(make_rank(), context=ONE_TERA).device_metrics is None
 
 
 # ---------------------------------------------------------------------- ranks that share a device

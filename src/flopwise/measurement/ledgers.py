@@ -15,6 +15,7 @@ from flopwise.diagnosis.ledger.live import Undisturbed, live_ledger
 from flopwise.diagnosis.ledger.windows import Window
 from flopwise.errors import FlopwiseError
 from flopwise.hardware.accelerators import Peak
+from flopwise.measurement.counters import contradictions
 from flopwise.records.finding import Finding
 from flopwise.records.ledger import LedgerRecord, Live, Profiled
 from flopwise.records.rank import Profile, ProfiledWindow, RankRecord
@@ -30,7 +31,12 @@ def with_ledger(record: RunRecord, ledger: LedgerRecord | None, reason: str | No
     """Returns the record with a ledger and what that finds, or with the reason why there is none."""
     if ledger is None:
         return replace(record, ledger_reason=reason)
-    return replace(record, ledger=ledger, findings=_merged(record, ledger))
+    return replace(
+        record,
+        ledger=ledger,
+        findings=_merged(record, ledger),
+        notes=[*record.notes, *contradictions(record, ledger)],
+    )
 
 
 def ledger_or_reason(
@@ -74,7 +80,12 @@ def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Contex
         light if isinstance(light, Window) else None,
         _stacks(folder, noted.get("stacks")),
         Undisturbed(
-            each_s, record.step_s.ci95, record.phases.data_s, record.clocks, record.energy.watts
+            each_s,
+            record.step_s.ci95,
+            record.phases.data_s,
+            record.clocks,
+            record.energy.watts,
+            rank.preempted_frac,
         ),
         _live(profile, each_s),
         Given(

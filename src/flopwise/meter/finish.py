@@ -193,6 +193,7 @@ def build(snapshot: Snapshot) -> RankRecord:
         surroundings=session.surroundings.record(),
         several=several,
         draws_apart=session.draws_apart,
+        preempted_frac=session.preemption.frac,
         profile=snapshot.profile() if snapshot.profile is not None else None,
     )
 

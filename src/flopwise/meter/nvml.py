@@ -1,6 +1,7 @@
 """NVML readings of one NVIDIA device: clocks, limits, throttle reasons, energy.
 
-Whatever is missing (no driver, no pynvml, a counter that the device lacks) is None with a reason,
+Calls go through pynvml where it is installed, else by ctypes to the driver's library. Whatever is
+missing (no driver, a counter that the device lacks) is None with a reason,
 never 0 and never an exception. Energy comes from the energy counter: a power reading is an average
 over the last second. Reading the counter takes milliseconds under load, so a `Window` reads on a
 thread of its own; ctypes releases the GIL meanwhile.
@@ -18,7 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from flopwise.records.rank import Telemetry
+from flopwise.meter import gpm
+from flopwise.meter.nvml_library import Library
+from flopwise.records.rank import DeviceMetrics, Telemetry
 
 # On an H200 the counter steps every 100 ms, so each end of a window is 0.1 s uncertain.
 MIN_WINDOW_S = 2.0
@@ -138,6 +141,13 @@ class Device:
         total = getattr(self._get("nvmlDeviceGetMemoryInfo"), "total", None)
         return None if total is None else int(total)
 
+    def samples(self, clock: Callable[[], float] = time.perf_counter) -> gpm.Samples:
+        """Returns what reads its performance counters, with the reason where nothing can be read."""
+        reason = self.reason
+        if reason is None and self.mig:
+            reason = "NVML GPM: a MIG slice, and the counters cover the whole device"
+        return gpm.Samples(self._nvml, self._handle, reason=reason, clock=clock)
+
     def _int(self, function: str, *args: Any) -> int | None:
         value = self._get(function, *args)
         return None if value is None else int(value)
@@ -175,7 +185,7 @@ def find(
         name: the device's name, used where NVML gives none.
         sm_count: passed through to the telemetry.
         memory_bytes: likewise.
-        nvml: the pynvml module, imported and initialised if not given.
+        nvml: the pynvml module; if not given it is imported, or the driver's library stands in.
     """
 
     def device(handle: Any, *, mig: bool = False, reason: str | None = None) -> Device:
@@ -192,10 +202,13 @@ def find(
 
     try:
         if nvml is None:
-            nvml = importlib.import_module("pynvml")
+            nvml = _library()
         nvml.nvmlInit()
     except ImportError:
-        return device(None, reason="NVML: the module pynvml (nvidia-ml-py) is not installed")
+        return device(
+            None,
+            reason="NVML: neither the module pynvml (nvidia-ml-py) nor libnvidia-ml.so.1 is installed",
+        )
     except Exception as error:
         nvml = None
         return device(None, reason=f"NVML: {error}")
@@ -255,7 +268,8 @@ class Window:
 
     A thread reads the energy counter at both ends and clocks and throttle reasons every `period_s`;
     with `period_s=None` there is no thread, and the caller's own calls of `open`, `sample` and
-    `close` read.
+    `close` read. `samples` are read at both ends, after the energy counter; their counters are set up
+    here, where it takes time, and not when the window opens.
     """
 
     def __init__(
@@ -264,8 +278,12 @@ class Window:
         *,
         period_s: float | None = 1.0,
         clock: Callable[[], float] = time.perf_counter,
+        samples: gpm.Samples | None = None,
     ) -> None:
         self._device = device
+        self._samples = samples
+        if samples is not None:
+            samples.prepare()
         self._period_s = period_s
         self._clock = clock
         self._readings = _Readings()
@@ -275,8 +293,9 @@ class Window:
 
     @classmethod
     def of_torch_device(cls, index: int, *, period_s: float | None = 1.0) -> Window:
-        """Returns a window on the device behind `torch.device("cuda", index)`."""
-        return cls(of_torch_device(index), period_s=period_s)
+        """Returns a window on the device behind `torch.device("cuda", index)`, its counters included."""
+        device = of_torch_device(index)
+        return cls(device, period_s=period_s, samples=device.samples())
 
     def open(self) -> None:
         """Starts reading; returns at once where a thread reads. Earlier readings are forgotten."""
@@ -287,7 +306,7 @@ class Window:
         if self._device.reason is not None:
             return
         if self._period_s is None:
-            self.sample(energy=True)
+            self._first()
             return
         arguments = (self._end, self._period_s)
         self._thread = threading.Thread(
@@ -311,12 +330,13 @@ class Window:
         if not self._opened:
             reason = reason or "the window was never opened"
         elif reason is None and self._period_s is None:
-            self.sample(energy=True)
+            self._last()
         elif reason is None and not self._stop():
             return Telemetry(
                 name=device.name,
                 reason=f"NVML did not answer within {_JOIN_S:g} s",
                 uuid=device.uuid,
+                device_metrics=self._unanswered(),
             )
         samples = list(self._readings.samples)
         limits_w = (device.read_power_limit_w(), device.read_power_limit_default_w())
@@ -341,13 +361,30 @@ class Window:
             memory_bytes=device.read_memory_bytes(),
             reason=reason or why,
             uuid=device.read_uuid(),
+            device_metrics=None if self._samples is None else self._samples.close(),
         )
 
     def _run(self, end: threading.Event, period_s: float) -> None:
-        self.sample(energy=True)
+        self._first()
         while not end.wait(period_s):
             self.sample()
+        self._last()
+
+    def _first(self) -> None:
         self.sample(energy=True)
+        if self._samples is not None:
+            self._samples.begin()
+
+    def _last(self) -> None:
+        self.sample(energy=True)
+        if self._samples is not None:
+            self._samples.end()
+
+    def _unanswered(self) -> DeviceMetrics | None:
+        """Returns metrics without a value: the samples are still in use by a call that hangs."""
+        if self._samples is None:
+            return None
+        return DeviceMetrics(reason=f"NVML did not answer within {_JOIN_S:g} s")
 
     def _stop(self) -> bool:
         """Ends the thread; returns whether it has ended."""
@@ -396,6 +433,21 @@ def _median(values: list[int | None]) -> float | None:
     if not known:
         return None
     return (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
+
+
+def _library() -> Any:
+    """Returns pynvml, else the driver's own library under the same names.
+
+    Raises:
+        ImportError: neither is there.
+    """
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError as error:
+        try:
+            return Library()
+        except OSError:
+            raise error from None
 
 
 def _try(nvml: Any, function: str, *args: Any) -> Any:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from flopwise.meter import agreement, finish
 from flopwise.meter.clock import DeviceClock, Stamp
 from flopwise.meter.patches import Patches
+from flopwise.meter.preemption import run_delay_ns
 from flopwise.meter.recorder import Recorder, in_main_thread
 from flopwise.meter.rows import COMPILED, EPOCH, EVALUATION, SAVE, TIMED, Brief, Row
 from flopwise.meter.trainers import in_backward_pass
@@ -60,6 +61,12 @@ class _Window:
     waits_from: int = 0
     cost_ns: int = 0
     last: bool = False  # the profiler is to let go of the device after it
+    delays_ns: list[int | None] = field(default_factory=list)
+
+    def mark(self) -> None:
+        """Notes the end of a step, or where it was opened."""
+        self.marks_ns.append(time.time_ns())
+        self.delays_ns.append(run_delay_ns())
 
 
 class Profiling:
@@ -154,7 +161,7 @@ class Profiling:
         if not self._recorder.running:
             self._open(window)
             return
-        window.marks_ns.append(time.time_ns())
+        window.mark()
         window.flags.append(flags & OTHER_THAN_TRAINING)
         if len(window.flags) >= window.lead + window.steps:
             self._close(window)
@@ -299,7 +306,7 @@ class Profiling:
             if light.kind == LIGHT and window.kind == HEAVY:
                 each = HEAVIER * light.bytes / max(1, len(light.flags))
                 window.steps = max(1, min(window.steps, int(MOST_BYTES / each)))
-        window.marks_ns, window.flags = [], []
+        window.marks_ns, window.delays_ns, window.flags = [], [], []
         window.waits_from = len(self._session.waits)
         with self._recorder.lock:
             taken = self._recorder.taken
@@ -309,7 +316,7 @@ class Profiling:
             self.end(self._wanted or THEIRS)
             return
         window.cost_ns += time.perf_counter_ns() - began
-        window.marks_ns.append(time.time_ns())
+        window.mark()
 
     def _stop(self, window: _Window, *, lets_go: bool = False) -> Any:
         began = time.perf_counter_ns()
@@ -340,6 +347,7 @@ class Profiling:
                 kind=window.kind,
                 file=f"{FOLDER}/{path.name}",
                 marks_ns=window.marks_ns,
+                delays_ns=[] if None in window.delays_ns else [d or 0 for d in window.delays_ns],
                 flags=window.flags,
                 lead=min(window.lead, len(window.flags) - 1),
                 waits_ns=[(a + offset, b + offset) for a, b in waits],

@@ -35,6 +35,7 @@ from flopwise.meter.graphs import Graphs
 from flopwise.meter.hooks import Hooks
 from flopwise.meter.own_cost import call_cost_ns
 from flopwise.meter.patches import Patches, never_compiled
+from flopwise.meter.preemption import Preemption
 from flopwise.meter.profiling import Profiling
 from flopwise.meter.reads import Reads
 from flopwise.meter.roots import Roots
@@ -112,6 +113,7 @@ class Session:
         self.surroundings = Surroundings(self)
         self.trainers = Trainers(self)
         self.profiling = Profiling(self)
+        self.preemption = Preemption()
         self.stepper = (
             0  # thread of the last optimizer step, a thread of autograd's maybe; -1: several train
         )
@@ -633,6 +635,7 @@ class Session:
         self.window.prepare()
         if self._is_warm(n) and self.window.begin():
             self.phase = MEASURING
+            self.preemption.begin()
             self._timed_from_ns = started
             self._stride = self._choose_stride()
             alone = (
@@ -712,6 +715,7 @@ class Session:
 
     def _complete(self) -> None:
         self.enough = True
+        self.preemption.end()
         self.window.close()
         self.surroundings.close()
         self.counting.check()

@@ -32,6 +32,7 @@ FAMILIES = {
     "idle_launch": "pipeline",
     "idle_device": "pipeline",
     "idle_other": "pipeline",
+    "preempted": "pipeline",
     "unattributed": "unexplained",
     "residual": "unexplained",
 }

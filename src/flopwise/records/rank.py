@@ -65,6 +65,31 @@ class FlopCount:
 
 
 @dataclass(frozen=True)
+class DeviceMetrics:
+    """What a device's own counters say (NVML GPM), as the mean over the window; whatever else ran on it is in it.
+
+    The shares of pipes are of the cycles of all SMs. None where one cannot be read.
+    """
+
+    window_s: float | None = None
+    sm_busy_frac: float | None = None  # of SMs x time in which an SM had a warp
+    sm_occupancy_frac: float | None = None  # warps on the SMs, of the most that they hold
+    tensor_frac: float | None = None  # tensor cores, any kind
+    tensor_hmma_frac: float | None = None  # 16-bit floating point (and TF32)
+    tensor_imma_frac: float | None = None  # integers
+    tensor_dfma_frac: float | None = None  # 64-bit floating point
+    fp64_frac: float | None = None  # the pipes beside the tensor cores
+    fp32_frac: float | None = None
+    fp16_frac: float | None = None
+    dram_bandwidth_frac: float | None = None  # of the memory's peak
+    pcie_rx_bytes_per_s: float | None = None  # to the device
+    pcie_tx_bytes_per_s: float | None = None  # from the device
+    nvlink_rx_bytes_per_s: float | None = None  # all links
+    nvlink_tx_bytes_per_s: float | None = None
+    reason: str | None = None  # why there are none
+
+
+@dataclass(frozen=True)
 class Telemetry:
     """NVML readings over the timed window; everything None where NVML is absent."""
 
@@ -85,6 +110,7 @@ class Telemetry:
     memory_bytes: int | None = None
     reason: str | None = None  # why energy is None
     uuid: str | None = None  # of the device, as torch or NVML gives it, without "GPU-"
+    device_metrics: DeviceMetrics | None = None  # None: not asked for
 
 
 @dataclass(frozen=True)
@@ -99,6 +125,8 @@ class ProfiledWindow:
     waits_ns: list[tuple[int, int]]  # stretches in which a batch was waited for
     cost_ns: int  # what opening it, closing it and writing the trace took, once
     bytes: int = 0  # of the file
+    #: How long the training thread had waited for a core in its life, at each mark; empty: not known.
+    delays_ns: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -162,3 +190,4 @@ class RankRecord:
     )
     draws_apart: bool = False  # batches were drawn in a thread that did not train
     profile: Profile | None = None  # None: windows were not asked for
+    preempted_frac: float | None = None  # of the timed stretch: the training thread had no core

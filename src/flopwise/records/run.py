@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from flopwise.records.finding import Finding
 from flopwise.records.ledger import LedgerRecord
+from flopwise.records.rank import DeviceMetrics
 
 SCHEMA = "flopwise.run/1"
 
@@ -251,3 +252,4 @@ class RunRecord:
     findings: list[Finding] = field(default_factory=list)  # most urgent first
     ledger: LedgerRecord | None = None  # of the first rank; None with a reason
     ledger_reason: str | None = None  # why there is no ledger
+    device_metrics: DeviceMetrics | None = None  # of the first device; None: not asked for

@@ -33,6 +33,7 @@ WORDS = {
     "idle_launch": "idle: the host was late",
     "idle_device": "idle: between queued kernels",
     "idle_other": "idle: cause not seen",
+    "preempted": "preempted: other work had the cores",
     "unattributed": "operators without a known cost",
     "residual": "residual: undisturbed step less all of these",
 }

@@ -16,6 +16,10 @@ from flopwise.reports.screen import WARN, Piece, Screen
 #: How notes begin that say that a hook, or another part of the meter, is still there.
 NOT_UNDONE = ("a patch could not be undone", "could not be taken out")
 
+#: Pipes that are left to the JSON where they hardly ran.
+PIPES = ("FP16", "FP32", "FP64")
+LEAST_PIPE_FRAC = 0.005
+
 
 def draw(screen: Screen, record: RunRecord, next_command: str | None, saved: Sequence[str]) -> None:
     """Draws the whole report."""
@@ -243,6 +247,7 @@ def _surroundings(screen: Screen, record: RunRecord) -> None:
     screen.flow("memory", memory(record))
     if record.env.device_type != "cpu":
         screen.flow("clocks", clocks(record))
+        screen.flow("device", device(record))
     if record.patches:
         screen.flow("hooks", [f"{figures.few(record.patches, 6)} ({state_of_hooks(record)})"])
 
@@ -292,6 +297,37 @@ def clocks(record: RunRecord) -> list[Piece]:
     if clocks.note:
         items.append(clocks.note)
     return items
+
+
+def device(record: RunRecord) -> list[Piece]:
+    """Returns what the device's own counters say, or why they say nothing; nothing where they were not asked."""
+    metrics = record.device_metrics
+    if metrics is None:
+        return []
+    shares = [
+        ("SM busy", metrics.sm_busy_frac),
+        ("SM occupancy", metrics.sm_occupancy_frac),
+        ("tensor cores", metrics.tensor_frac),
+        ("FP32", metrics.fp32_frac),
+        ("FP16", metrics.fp16_frac),
+        ("FP64", metrics.fp64_frac),
+        ("memory bandwidth", metrics.dram_bandwidth_frac),
+    ]
+    items: list[Piece] = [
+        f"{name} {percent(frac)}"
+        for name, frac in shares
+        if frac is not None and (frac >= LEAST_PIPE_FRAC or name not in PIPES)
+    ]
+    for name, in_rate, out_rate in (
+        ("PCIe", metrics.pcie_rx_bytes_per_s, metrics.pcie_tx_bytes_per_s),
+        ("NVLink", metrics.nvlink_rx_bytes_per_s, metrics.nvlink_tx_bytes_per_s),
+    ):
+        if in_rate is not None and out_rate is not None and in_rate + out_rate > 0:
+            items.append(f"{name} {figures.size(in_rate)}/s in, {figures.size(out_rate)}/s out")
+    if not items:
+        return [f"not read: {metrics.reason or 'the record has no reason'}"]
+    over = f", over {figures.duration(metrics.window_s)}" if metrics.window_s is not None else ""
+    return [*items, f"NVML GPM{over}"]
 
 
 def _ways_on(

@@ -100,6 +100,7 @@ def summarise(ranks: Sequence[RankRecord], context: Context) -> RunRecord:
         notes=notes,
         plan=context.plan,
         losses=lead.losses,
+        device_metrics=lead.telemetry.device_metrics,
     )
     return replace(
         record,

@@ -72,13 +72,6 @@ def test_input_is_no_more_than_the_host_waited_undisturbed(waited: float, told: 
     assert found.by_cause["launch"] == 300 - told
 
 
-def test_what_the_light_window_cannot_tell_is_told_as_the_heavy_one_does() -> None:
-    window = light(700, launch=100, other=200)
-    assert idle_of(1000.0, window, None, 0.25).by_cause == {
-        "input": 0, "sync": 0, "launch": 75, "device": 0, "other": 225
-    }  # fmt: skip
-
-
 def test_less_than_a_percent_is_not_divided() -> None:
     found = idle_of(1000.0, light(995, sync=5), None)
     assert found.by_cause == {"input": 0, "sync": 0, "launch": 0, "device": 0, "other": 5}
@@ -100,7 +93,7 @@ def test_idle_time_without_any_cause_in_the_window_has_none() -> None:
 ns = st.floats(0, 1e9)
 
 
-@given(ns, ns, ns, ns, ns, ns, st.floats(1, 1e9), st.none() | ns, st.floats(0, 1))
+@given(ns, ns, ns, ns, ns, ns, st.floats(1, 1e9), st.none() | ns)
 def test_the_parts_sum_to_the_undisturbed_step(
     busy: float,
     input: float,
@@ -110,10 +103,9 @@ def test_the_parts_sum_to_the_undisturbed_step(
     other: float,
     step: float,
     waited: float | None,
-    late: float,
 ) -> None:
     window = light(busy, input=input, sync=sync, launch=launch, device=device, other=other)
-    found = idle_of(step, window, waited, late)
+    found = idle_of(step, window, waited)
     assert found.by_cause.keys() == set(CAUSES)
     total = busy + sum(found.by_cause.values()) + found.residual_ns
     assert total == pytest.approx(step, rel=1e-9, abs=1e-9 * window.step_ns)

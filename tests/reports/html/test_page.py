@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from flopwise.records.finding import Finding
 from flopwise.records.ledger import LedgerRecord, Live, Profiled
+from flopwise.records.rank import DeviceMetrics
 from flopwise.records.run import RunRecord
+from flopwise.reports.figures import percent
 from flopwise.reports.html import render_html, render_ledger_html
 
 DATA = Path(__file__).parents[1] / "data"
@@ -92,6 +94,26 @@ def test_a_run_with_its_ledger(sample: Any, live: LedgerRecord, parsed: Parsed) 
     )
     said = root.section("Where the step goes").all("small")[0].text
     assert said == "mean of 3 undisturbed steps, in ms"
+
+
+def test_the_devices_own_counters_stand_beside_the_busy_share(
+    sample: Any, live: LedgerRecord, parsed: Parsed
+) -> None:
+    read = DeviceMetrics(window_s=5.0, sm_busy_frac=0.5, tensor_frac=0.25)
+    record = dataclasses.replace(
+        sample("two_ranks"), ledger=live, ledger_reason=None, device_metrics=read
+    )
+    root = parsed(render_html(record))
+    said = "SM busy 50 % · tensor cores 25 % · NVML GPM, over 5 s"
+    (beside,) = root.section("Device use within the step").all("p", "read")
+    assert beside.text == (
+        f"By the ledger the device is busy for {percent(live.busy_frac)} of the step. By its own counters: {said}"
+    )
+    (around,) = root.section("Where the host spends the step").all("dl")
+    assert around.text.endswith(f"device {said}")
+    none = dataclasses.replace(record, device_metrics=DeviceMetrics(reason="NVML GPM: <none>"))
+    (around,) = parsed(render_html(none)).section("Where the host spends the step").all("dl")
+    assert around.text.endswith("device not read: NVML GPM: <none>")
 
 
 def test_a_run_without_a_ledger_has_all_else_and_the_reason(sample: Any, parsed: Parsed) -> None:

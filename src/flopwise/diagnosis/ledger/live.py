@@ -53,6 +53,7 @@ class Undisturbed:
     input_s: float | None  # mean time in which the host waited for a batch
     clocks: Clocks | None = None
     watts: float | None = None
+    preempted_frac: float | None = None  # the training thread waited for a core; None: not known
 
     @property
     def step_s(self) -> float:
@@ -93,14 +94,18 @@ def live_ledger(
             given, lengths=lambda events, work: as_long_as(kernels, events, work, heavy.cut)
         )
     taken = take(heavy.trace, device, given)
+    taken_away = 0.0  # the share of an undisturbed step in which the training thread had no core
     if measured is None:
         measured = _of_lines(taken)
+        if heavy.preempted_frac is not None and undisturbed.preempted_frac is not None:
+            measured = measured.less(heavy.preempted_frac)
+            taken_away = undisturbed.preempted_frac
     elif taken.host is not None:
         before = _differ(measured, taken)
     for window, ran_ns in ((light or heavy, measured.busy_ns), (heavy, taken.tally.kernel_ns)):
         if not ran_ns > 0:
             raise build.LedgerError(f"{window.trace.path}: nothing ran in the steps of this window")
-    lines, idle = _Lines(taken, measured, undisturbed).reconciled()
+    lines, idle = _Lines(taken, measured, undisturbed, taken_away).reconciled()
     recorded = record_of(taken)
     record = _overlaid(recorded, taken, measured, undisturbed, lines, idle, before)
     by_name = {line.name: line for line in record.lines}
@@ -161,11 +166,16 @@ def _differ(light: Busy, taken: Taken) -> float:
 class _Lines:
     """The lines of the undisturbed step, and their spread over steps."""
 
-    def __init__(self, taken: Taken, light: Busy, undisturbed: Undisturbed) -> None:
+    def __init__(
+        self, taken: Taken, light: Busy, undisturbed: Undisturbed, taken_away: float
+    ) -> None:
         self.light = light
+        self.taken_away = taken_away
         self.each_ns = np.asarray(undisturbed.each_s) * 1e9
         self.input_ns = undisturbed.input_s * 1e9 if undisturbed.input_s is not None else None
-        self.names = [name for name in FAMILIES if not name.startswith(("idle_", "residual"))]
+        self.names = [
+            name for name in FAMILIES if not name.startswith(("idle_", "residual", "preempted"))
+        ]
         self.heavy = np.asarray(
             [[step.get(name, 0.0) for name in self.names] for step in taken.tally.lines]
         )
@@ -181,7 +191,7 @@ class _Lines:
         for name, ns in values.items():
             low, high = (float(q) for q in np.quantile(spread[name], (0.025, 0.975)))
             if idle.estimated and name.startswith("idle_"):
-                off = abs(self.light.step_ns - step_ns)
+                off = abs(self.light.step_ns - step_ns * (1 - self.taken_away))
                 low, high = max(0.0, min(low, ns - off)), max(high, ns + off)
             share = ns / total
             lines.append(
@@ -204,9 +214,10 @@ class _Lines:
             if owned[owner] > 0:  # the heavy window has none of it
                 name = LINES_OF.get(owner, ("unattributed",))[0]
                 values[self.names.index(name)] = owned[owner]
-        idle = idle_of(step_ns, light, self.input_ns)
+        idle = idle_of(step_ns * (1 - self.taken_away), light, self.input_ns)
         found = dict(zip(self.names, values.tolist(), strict=True))
         found |= {f"idle_{cause}": ns for cause, ns in idle.by_cause.items()}
+        found["preempted"] = step_ns * self.taken_away
         found["residual"] = idle.residual_ns
         return {name: found.get(name, 0.0) for name in FAMILIES}, idle
 
@@ -254,7 +265,7 @@ def _overlaid(
     doubts += build.doubts_of(
         by_name, step_s, record.coverage_frac, taken.scale, taken.reason, profiled=False
     )
-    stretched = light.step_ns * 1e-9 / step_s - 1
+    stretched = light.step_ns * 1e-9 / (step_s - by_name.get("preempted", 0.0)) - 1
     if taken.host is None and abs(stretched) > STRETCHED_FRAC:
         doubts.append(
             f"the profiled steps differ by {stretched:+.0%} from an undisturbed one: what operators took in them "

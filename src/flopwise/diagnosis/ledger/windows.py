@@ -34,6 +34,7 @@ class Window:
     trace: Trace
     cut: Cut
     waits_ns: Ints  # shape (m, 2)
+    preempted_frac: float | None = None  # of its steps: the training thread waited for a core
 
     @classmethod
     def of(cls, trace: Trace, noted: ProfiledWindow) -> Window:
@@ -58,6 +59,7 @@ class Window:
             trace,
             Cut(np.asarray(noted.marks_ns, np.int64) - base, first, last),
             np.asarray(waits, np.int64).reshape(-1, 2) - base,
+            _preempted(noted, first, last),
         )
 
     def with_waits(self) -> Trace:
@@ -71,6 +73,16 @@ class Window:
         return dataclasses.replace(
             self.trace, events=events.with_ranges(WAIT, Kind.ANNOTATION, lane, self.waits_ns)
         )
+
+
+def _preempted(noted: ProfiledWindow, first: int, last: int) -> float | None:
+    """Returns the share of the counted steps in which the training thread waited for a core; None: not known."""
+    delays, marks = noted.delays_ns, noted.marks_ns
+    if len(delays) != len(marks):
+        return None
+    waited = delays[last] - delays[first]
+    span = marks[last] - marks[first]
+    return waited / span if 0 <= waited <= span else None
 
 
 def _check(noted: ProfiledWindow, base: int) -> None:
@@ -122,6 +134,16 @@ class Busy:
     def step_ns(self) -> float:
         """Mean over steps."""
         return float(self.step.mean())
+
+    def less(self, frac: float) -> Busy:
+        """Returns it with every time shorter by a share."""
+        rest = 1 - frac
+        return dataclasses.replace(
+            self,
+            step=self.step * rest,
+            owned=self.owned * rest,
+            idle={cause: ns * rest for cause, ns in self.idle.items()},
+        )
 
     def resampled(self, rows: npt.NDArray[np.int64]) -> Busy:
         """Returns it with these steps instead."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flopwise.records.ledger import Dip, Heat, LedgerRecord
 from flopwise.reports import figures
+from flopwise.reports.figures import percent
 from flopwise.reports.html.families import picture, swatch
 from flopwise.reports.html.lines import points
-from flopwise.reports.html.markup import Html, el, number, share, trusted
+from flopwise.reports.html.markup import Html, el, number, pieces, share, trusted
 from flopwise.reports.html.png import data_uri
+from flopwise.reports.screen import Piece
 
 BINS = 400  # that are drawn at most
 ROWS = 64
@@ -33,8 +37,8 @@ CAUSES = {
 }
 
 
-def draw(record: LedgerRecord) -> Html | None:
-    """Returns the section; None where there is nothing to draw."""
+def draw(record: LedgerRecord, read: Sequence[Piece] = ()) -> Html | None:
+    """Returns the section; None where there is nothing to draw. `read` is what the device's own counters say."""
     heat = record.heat
     rows = [row[:BINS] for row in heat.busy[:ROWS] if row] if heat else []
     if heat is None or not rows:
@@ -45,7 +49,14 @@ def draw(record: LedgerRecord) -> Html | None:
         el("div.map", _steps(rows), _profile(heat), _axis()),
         _keys(heat),
         _dips(heat.dips[:DIPS]),
+        _read(record.busy_frac, read) if read else None,
     )
+
+
+def _read(busy_frac: float, read: Sequence[Piece]) -> Html:
+    """Returns the device's own counters beside the busy share, which counts a device with one kernel as busy."""
+    ours = f"By the ledger the device is busy for {percent(busy_frac)} of the step. By its own counters: "
+    return el("p.read", ours, pieces(read))
 
 
 def _said(heat: Heat, steps: int) -> str:

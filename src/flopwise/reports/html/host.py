@@ -116,4 +116,6 @@ def _surroundings(record: RunRecord) -> list[Html]:
     facts += [el("dt", "memory"), el("dd", pieces(run.memory(record)))]
     if record.env.device_type != "cpu":
         facts += [el("dt", "clocks"), el("dd", pieces(run.clocks(record)))]
+        if read := run.device(record):
+            facts += [el("dt", "device"), el("dd", pieces(read))]
     return [el("h2", "Surroundings"), el("dl", facts)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from flopwise.records.finding import Finding
 from flopwise.records.ledger import LedgerRecord
 from flopwise.records.run import RunRecord
@@ -45,7 +47,7 @@ def render_html(record: RunRecord) -> str:
             _head(title, facts, run.endings(record)),
             headline.of_run(record),
             trust.draw(ledger) if ledger else trust.missing(record.ledger_reason),
-            *(_ledger(ledger) if ledger else []),
+            *(_ledger(ledger, run.device(record)) if ledger else []),
             findings.draw([*record.findings, *_beside(record)]),
             host.draw(record),
             operators.draw(ledger) if ledger else None,
@@ -83,8 +85,14 @@ def render_ledger_html(record: LedgerRecord) -> str:
     )
 
 
-def _ledger(record: LedgerRecord) -> list[Html | None]:
-    return [lines.draw(record), families.draw(record), heatmap.draw(record), kernels.draw(record)]
+def _ledger(record: LedgerRecord, read: Sequence[Piece] = ()) -> list[Html | None]:
+    """Returns the sections of a ledger; `read` is what the device's own counters say beside it."""
+    return [
+        lines.draw(record),
+        families.draw(record),
+        heatmap.draw(record, read),
+        kernels.draw(record),
+    ]
 
 
 def _beside(record: RunRecord) -> list[Finding]:

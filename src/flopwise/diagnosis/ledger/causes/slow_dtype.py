@@ -8,6 +8,8 @@ from flopwise.diagnosis.ledger.scene import MEASURED, SHOWN_FRAC, Scene
 from flopwise.records.finding import Finding
 from flopwise.units import percent
 
+TF32 = "TF32 (torch.set_float32_matmul_precision('high'))"
+
 
 def find(scene: Scene, predict: Predict) -> Finding | None:
     """Returns a finding with the products' dtypes, and what the same ones in 16 bit would give."""
@@ -27,7 +29,8 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
         where=scene.where(one.call for one in largest),
         evidence=f"products run in a wider dtype than the device's fastest 16 bit: {percent(share)} of the step"
         + (f" ({times})" if times else ""),
-        advice="autocast to bfloat16 with the loss in FP32; or TF32 (torch.set_float32_matmul_precision('high')) for less",
+        advice="autocast to bfloat16 with the loss in FP32"
+        + ("" if scene.host is None else f"; or {TF32} for less"),
         predicted_gain_frac=predict.faster(_in_16_bit(scene)),
         certainty=MEASURED,
     )
