@@ -169,8 +169,9 @@ class Profiling:
 
     def interrupt(self) -> None:
         """Something other than training begins: what was recorded stands, and the window is opened again if need be."""
-        unusual = self._session.interval.flags & OTHER_THAN_TRAINING & ~self._usual
-        if unusual and self._recorder.running and in_main_thread():
+        session = self._session
+        unusual = session.interval.flags & OTHER_THAN_TRAINING & ~self._usual
+        if unusual and self._recorder.running and in_main_thread() and not session.graphs.capturing:
             self._safely(self._interrupt)
 
     def before_fork(self) -> None:
@@ -338,7 +339,7 @@ class Profiling:
         profile.export_chrome_trace(str(path))
         del profile
         window.cost_ns += time.perf_counter_ns() - began
-        offset = time.time_ns() - time.perf_counter_ns()
+        offset = _offset_ns()
         # Whoever draws batches in another thread does not wait there where the device is fed.
         waits = [] if session.draws_apart else session.waits[window.waits_from :]
         self._windows.append(
@@ -374,6 +375,15 @@ class Profiling:
             return Profile(state, windows, spans, clock if spans else None, torn_down)
 
         return record
+
+
+def _offset_ns() -> int:
+    """Returns what makes ns since 1970 of a reading of the performance counter; the best of a few, should one be interrupted."""
+    found = []
+    for _ in range(5):
+        before, wall, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        found.append((after - before, wall - (before + after) // 2))
+    return min(found)[1]
 
 
 def _usual_flags(rows: list[Row | Brief]) -> int:
