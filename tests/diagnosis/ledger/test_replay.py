@@ -148,3 +148,48 @@ def test_a_job_on_a_cpu_is_its_work_and_the_rest(timeline: Any) -> None:
     assert serial.step_ns() == pytest.approx(100_000)
     assert serial.step_ns(host=0.5) == pytest.approx(85_000)
     assert serial.step_ns(Change(work_ns=lambda _, ns: ns / 2)) == pytest.approx(65_000)
+
+
+def test_a_launch_that_waits_for_room_in_the_queue_is_no_work_of_the_host(timeline: Any) -> None:
+    """A queue of three: each launch lasts until the third kernel before it has ended."""
+    ends: list[float] = []
+    host = 0.0
+    for i in range(40):
+        room = ends[-3] + 1 if len(ends) >= 3 else host + 3
+        start = max(host + 4, ends[-1] if ends else 0.0)
+        timeline.kernel("work", start, 200, at=host, took=max(3.0, room - host))
+        ends.append(start + 200)
+        host = max(host + 3, room) + 2
+        if i % 2:
+            timeline.optimizer(host - 4, 3)
+            timeline.kernel("step", ends[-1], 10, at=host - 3, took=1)
+            ends[-1] += 10
+    replay = replay_of(timeline)
+    recorded = replay.step_ns()
+    assert recorded == pytest.approx(410_000, rel=0.01)
+    assert replay.step_ns(Change(work_ns=lambda _, ns: ns / 2)) == pytest.approx(205_000, rel=0.03)
+
+
+def fed(timeline: Any, n: int, every: float, kernel: float) -> Any:
+    """n steps whose batches worker processes finish one every `every` us."""
+    loader = LOADER.replace("SingleProcess", "MultiProcessing")
+    host = 0.0
+    for i in range(1, n + 1):
+        timeline.add("user_annotation", loader, host, max(10.0, i * every - host))
+        host = max(host + 10, i * every)
+        timeline.kernel("forward", host + 4, kernel, at=host, took=3)
+        timeline.optimizer(host + 9, 20)
+        timeline.kernel("update", host + 4 + kernel, 10, at=host + 10, took=3)
+        end = host + kernel + 20
+        timeline.call("cudaStreamSynchronize", host + 30, end - host - 30)
+        host = end
+    return timeline
+
+
+def test_a_faster_device_waits_for_the_workers(timeline: Any) -> None:
+    replay = replay_of(fed(timeline, 30, 5000, 2000))
+    assert replay.step_ns() == pytest.approx(5_000_000, rel=1e-6)
+    half = Change(work_ns=lambda _, ns: ns / 2)
+    assert replay.step_ns(half) == pytest.approx(5_000_000, rel=0.01)
+    assert replay.step_ns(without(INPUT)) == pytest.approx(2_020_000, rel=0.01)
+    assert replay.step_ns(loader=0.6) == pytest.approx(3_000_000, rel=0.01)

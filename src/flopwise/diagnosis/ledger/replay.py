@@ -22,6 +22,11 @@ from flopwise.trace.steps import Steps
 from flopwise.trace.table import Events, Ints
 
 LAUNCH = "launch"
+#: A launch takes microseconds. One that lasts so long, and whose work then still stands in the queue, waited for a place in it:
+#: a queue holds some 1024 launches. Source: seen in traces of H200s, where the host runs ahead of the device.
+QUEUED_NS = 100_000
+#: A batch that was waited for so long was not ready when it was asked for.
+UNREADY_NS = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Item:
     kind: str  # LAUNCH, INPUT or SYNC
     work: tuple[int, ...] = ()  # positions in the device's work that a launch issued
     awaited: int = -1  # position of the work that a call waited for, -1: it did not wait
+    fed: bool = False  # a wait for a batch that worker processes were not done with
 
 
 @dataclass(frozen=True)
@@ -134,12 +140,13 @@ class Replay:
         before = self.items[0].start_ns if self.items else 0
         first = before
         waited, still = 0.0, 0.0  # how long the recorded host waited, and what is left of it
+        batch: tuple[float, int] | None = None  # when the one before came: now, and in the trace
         for item in self.items:
             clock += max(0, item.start_ns - before) * host
             entered = clock
             took = item.end_ns - item.start_ns
             new = change.item_ns(item)
-            if item.kind == INPUT and new is None:
+            if item.kind == INPUT and new is None and not item.fed:
                 new = int(took * loader)
             if item.kind == LAUNCH:
                 for k in item.work:
@@ -165,14 +172,22 @@ class Replay:
                     still += new * host
             elif new is not None:
                 clock += new
+            elif item.fed:  # the workers make batches at their own pace, whoever waits
+                due = clock + took * loader
+                if batch is not None:
+                    due = batch[0] + (item.end_ns - batch[1]) * loader
+                clock = max(clock, due)
             elif item.awaited >= 0:
                 after = item.end_ns - int(work.end_ns[item.awaited])
                 clock = max(clock, ends[item.awaited]) + after
             else:
                 clock += took
+            if item.kind == INPUT:
+                batch = clock, item.end_ns
             if item.kind != LAUNCH:
                 waited += took
-                still += clock - entered if new is not None or item.awaited < 0 else 0.0
+                waits_on = item.awaited >= 0 or item.fed
+                still += clock - entered if new is not None or not waits_on else 0.0
             before = max(before, item.end_ns)
         span = before - first
         return ends, ((span - waited) * host + still) / span if span > 0 else 1.0
@@ -222,6 +237,7 @@ def _items(events: Events, work: Launches, host: Host, launched_ns: Ints) -> lis
     """Returns the launches and the waits of the driving threads by their start, none inside another."""
     by_call: dict[int, list[int]] = {}
     items: list[Item] = []
+    done = _Done(work)
     for k, call in enumerate(work.runtime.tolist()):
         if call >= 0:
             by_call.setdefault(call, []).append(k)
@@ -236,12 +252,29 @@ def _items(events: Events, work: Launches, host: Host, launched_ns: Ints) -> lis
         # A blocking copy launches, then it waits.
         took = 0 if call in blocking else int(events.duration_ns[call])
         staged = [k for k in ks if pageable[work.rows[k]] and work.start_ns[k] < start + took]
-        items.append(Item(start, start + took, LAUNCH, tuple(ks), staged[-1] if staged else -1))
-    items += [
-        Item(one.start_ns, one.end_ns, one.cause, awaited=_awaited(work, one))
-        for one in host.blocked
-    ]
+        awaited = staged[-1] if staged else -1
+        if took >= QUEUED_NS and not staged and work.start_ns[ks].min() > start + took:
+            awaited = done.between(start, start + took)
+        items.append(Item(start, start + took, LAUNCH, tuple(ks), awaited))
+    for one in host.blocked:
+        fed = one.cause == INPUT and one.end_ns - one.start_ns >= UNREADY_NS
+        fed = fed and "SingleProcess" not in events.name_of(one.row)
+        item = Item(one.start_ns, one.end_ns, one.cause, awaited=_awaited(work, one), fed=fed)
+        items.append(item)
     return sorted(items, key=lambda item: (item.start_ns, item.kind != LAUNCH, item.end_ns))
+
+
+class _Done:
+    """Finds the work that ended last in a stretch of time."""
+
+    def __init__(self, work: Launches) -> None:
+        self._order = np.argsort(work.end_ns, kind="stable")
+        self._ends = work.end_ns[self._order]
+
+    def between(self, low_ns: int, high_ns: int) -> int:
+        """Returns its position, -1 where none ended there."""
+        at = int(np.searchsorted(self._ends, high_ns, "right")) - 1
+        return int(self._order[at]) if at >= 0 and self._ends[at] > low_ns else -1
 
 
 def _awaited(work: Launches, one: Blocked) -> int:
