@@ -21,7 +21,9 @@ from torch.autograd import profiler as torch_profiler
 from torch.utils.data import DataLoader, TensorDataset
 
 from flopwise.meter import finish, hooks, profiling
+from flopwise.meter.amounts import PythonCalls
 from flopwise.meter.config import Config, StopTraining
+from flopwise.meter.profiling import MOST_MEMORY
 from flopwise.meter.rows import COMPILED, EPOCH, EVALUATION, SAVE, TIMED, Brief
 from flopwise.meter.session import Session
 from flopwise.records import rank as rank_records
@@ -191,6 +193,29 @@ def test_only_the_last_window_has_stacks(start: Any) -> None:
     }
     assert python["heavy"] == 0
     assert python["stacks"] > 10
+
+
+def test_too_many_calls_of_python_leave_the_stacks_out(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start()
+    run.session.profiling._calls = PythonCalls(50)
+    run.training.run(ENOUGH)
+    assert run.profile.state == "done"
+    assert [window.kind for window in run.profile.windows] == ["heavy"]
+    assert "too many to record" in run.profile.notes[0]
+    assert sys.getprofile() is None
+
+
+def test_a_window_that_fills_the_memory_ends_with_what_it_has(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = iter([0, 0, 0, 0, *[int(MOST_MEMORY) + 1] * 100])
+    monkeypatch.setattr(profiling, "resident_bytes", lambda: next(sizes))
+    run = start()
+    run.training.run(ENOUGH)
+    assert len(run.windows["heavy"].flags) == 4
+    assert run.profile.state == "done"
 
 
 def test_nothing_is_profiled_unless_asked_for(start: Any) -> None:

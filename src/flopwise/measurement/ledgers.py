@@ -75,7 +75,7 @@ def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Contex
     each_s = [row.ns * 1e-9 for row in rank.rows if row.kind == "timed"]
     if not sum(each_s) > 0:
         raise LedgerError("no step was timed")
-    return live_ledger(
+    ledger = live_ledger(
         heavy,
         light if isinstance(light, Window) else None,
         _stacks(folder, noted.get("stacks")),
@@ -96,6 +96,14 @@ def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Contex
             peak=_peak(record, context),
         ),
         rank.device_index if rank.device_type == "cuda" else None,
+    )
+    path = noted["heavy"].file + PACKED  # as it lies there once the run has ended
+    return replace(
+        ledger,
+        trace=path,
+        rank=rank.rank,
+        world_size=rank.world_size,
+        notes=[*ledger.notes, *profile.notes],
     )
 
 
@@ -223,6 +231,10 @@ def _live(profile: Profile, each_s: Sequence[float]) -> Live:
 
 def _merged(record: RunRecord, ledger: LedgerRecord) -> list[Finding]:
     """Returns the findings of the run and of its ledger; of one cause the ledger's, which saw the device."""
-    seen = {finding.cause for finding in ledger.findings}
-    others = [finding for finding in record.findings if finding.cause not in seen]
-    return [*ledger.findings, *others]
+    places = {finding.cause: finding.where for finding in record.findings}
+    found = [
+        replace(finding, where=finding.where or places.get(finding.cause, []))
+        for finding in ledger.findings
+    ]
+    seen = {finding.cause for finding in found}
+    return [*found, *(finding for finding in record.findings if finding.cause not in seen)]

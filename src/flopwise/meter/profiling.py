@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flopwise.meter import agreement, finish
+from flopwise.meter.amounts import PythonCalls, resident_bytes
 from flopwise.meter.clock import DeviceClock, Stamp
 from flopwise.meter.patches import Patches
 from flopwise.meter.preemption import run_delay_ns
@@ -42,6 +43,11 @@ THEIRS = "the script began to profile by itself"
 #: a heavy one writes up to six times as much (seen in traces of eager GPT-2 and ResNet-50 with shapes).
 MOST_BYTES = 400e6
 HEAVIER = 6
+#: Python's functions are recorded where a step calls no more of them than this, and at some 250 bytes a call (seen with
+#: torch 2.13); a step that decodes images in Python calls hundreds of thousands.
+MOST_CALLS = 80_000
+#: A window that has made the process grow by this ends with what it has, bytes: results are in memory until it is closed.
+MOST_MEMORY = 1.5e9
 #: Windows that were cut short, by an evaluation or a new epoch, are opened again so many times.
 TRIES = 3
 #: Ranks that are not ready for their windows are not waited for longer than this.
@@ -62,6 +68,7 @@ class _Window:
     cost_ns: int = 0
     last: bool = False  # the profiler is to let go of the device after it
     delays_ns: list[int | None] = field(default_factory=list)
+    memory: int = 0  # of the process when it was opened
 
     def mark(self) -> None:
         """Notes the end of a step, or where it was opened."""
@@ -83,6 +90,8 @@ class Profiling:
         self._after: list[tuple[int, Stamp | None, int]] = []  # host time, stamp, flags
         self._after_steps = 0
         self._clock: DeviceClock | None = None
+        self._calls = PythonCalls(MOST_CALLS)
+        self._notes: list[str] = []
         self._agreed: agreement.Agreed | None = None
         self._patient_until = 0.0
         self._usual = 0  # flags of most steps: an evaluation in each of them is part of it
@@ -163,7 +172,10 @@ class Profiling:
             return
         window.mark()
         window.flags.append(flags & OTHER_THAN_TRAINING)
-        if len(window.flags) >= window.lead + window.steps:
+        if self._calls.end():
+            self._leave_out_stacks()
+        grown = resident_bytes() - window.memory
+        if len(window.flags) >= window.lead + window.steps or grown > MOST_MEMORY:
             self._close(window)
             self._next()
 
@@ -316,10 +328,23 @@ class Profiling:
             self.end(self._wanted or THEIRS)
             return
         window.cost_ns += time.perf_counter_ns() - began
+        window.memory = resident_bytes()
         window.mark()
+        if window.kind == HEAVY and any(one.kind == STACKS for one in self._left):
+            self._calls.begin()  # in a step of the lead, which does not count
+
+    def _leave_out_stacks(self) -> None:
+        """Python calls too many functions a step for each of them to be recorded."""
+        self._left = [window for window in self._left if window.kind != STACKS]
+        self._left[-1].last = True
+        self._notes.append(
+            f"the lines of findings are not known: a step calls more than {MOST_CALLS} Python functions, too many to "
+            "record with their stacks"
+        )
 
     def _stop(self, window: _Window, *, lets_go: bool = False) -> Any:
         began = time.perf_counter_ns()
+        self._calls.end()
         profile = self._recorder.stop(lets_go=lets_go)
         window.cost_ns += time.perf_counter_ns() - began
         return profile
@@ -368,11 +393,11 @@ class Profiling:
     def snapshot(self) -> Callable[[], Profile]:
         """Returns what makes the record of it, later and on another thread."""
         state, windows, after = self._state, list(self._windows), list(self._after)
-        torn_down = self._recorder.torn_down
+        torn_down, notes = self._recorder.torn_down, list(self._notes)
 
         def record() -> Profile:
             spans, clock = _spans(after)
-            return Profile(state, windows, spans, clock if spans else None, torn_down)
+            return Profile(state, windows, spans, clock if spans else None, torn_down, notes)
 
         return record
 

@@ -138,6 +138,7 @@ class Profile:
     after_ns: list[int] = field(default_factory=list)  # steps timed once the profiler was gone
     after_clock: str | None = None  # "cuda events" | "host clock"
     torn_down: str | None = None  # whether the profiler's hold on the device was given up, in words
+    notes: list[str] = field(default_factory=list)  # what was left out of them, and why
 
 
 @dataclass(frozen=True)

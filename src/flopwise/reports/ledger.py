@@ -117,7 +117,7 @@ def _windows(screen: Screen, live: Live) -> None:
         low, high = (100 * bound for bound in live.after_ci95)
         change += f" ({low:+.2g} to {high:+.2g}, 95 %)"
     after.append(change)
-    if live.torn_down not in (None, "yes"):
+    if live.torn_down is not None and live.torn_down.startswith("no: "):
         after.append(f"the profiler stays attached: {live.torn_down.removeprefix('no: ')}")
     screen.flow("", after)
 

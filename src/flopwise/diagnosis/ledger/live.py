@@ -282,6 +282,7 @@ def _overlaid(
         lines=lines,
         families=dict(families),
         busy_frac=light.busy_ns * 1e-9 / step_s,
+        busy_most_frac=None,
         operators=[
             dataclasses.replace(one, share_frac=one.share_frac * ratio) for one in record.operators
         ],

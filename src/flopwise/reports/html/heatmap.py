@@ -45,7 +45,7 @@ def draw(record: LedgerRecord, read: Sequence[Piece] = ()) -> Html | None:
         return None
     return el(
         "section",
-        el("h2", "Device use within the step", el("small", _said(heat, record.steps))),
+        el("h2", "Device use within the step", el("small", _said(heat, record))),
         el("div.map", _steps(rows), _profile(heat), _axis()),
         _keys(heat),
         _dips(heat.dips[:DIPS]),
@@ -59,9 +59,11 @@ def _read(busy_frac: float, read: Sequence[Piece]) -> Html:
     return el("p.read", ours, pieces(read))
 
 
-def _said(heat: Heat, steps: int) -> str:
+def _said(heat: Heat, record: LedgerRecord) -> str:
     shown = len(heat.busy)
-    of = f" of {steps}" if shown < steps else ""
+    of = f" of {record.steps}" if shown < record.steps else ""
+    if record.live is not None:  # those of a window, not the undisturbed ones
+        of = " of a profiled window"
     return f"{figures.counted(shown, 'step')}{of}, each in {figures.counted(heat.bins, 'part')}"
 
 

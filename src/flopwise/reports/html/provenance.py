@@ -109,7 +109,7 @@ def _windows(live: Live) -> Html:
         after.append(
             f"afterwards a step takes {figures.duration(live.after_step_s)}{_change(live)}"
         )
-    if live.torn_down not in (None, "yes"):
+    if live.torn_down is not None and live.torn_down.startswith("no: "):
         after.append(f"the profiler stays attached: {live.torn_down.removeprefix('no: ')}")
     return el(
         "div",
