@@ -231,10 +231,19 @@ def _live(profile: Profile, each_s: Sequence[float]) -> Live:
 
 def _merged(record: RunRecord, ledger: LedgerRecord) -> list[Finding]:
     """Returns the findings of the run and of its ledger; of one cause the ledger's, which saw the device."""
-    places = {finding.cause: finding.where for finding in record.findings}
-    found = [
-        replace(finding, where=finding.where or places.get(finding.cause, []))
-        for finding in ledger.findings
-    ]
+    own = {finding.cause: finding for finding in record.findings}
+    found = [_joined(finding, own.get(finding.cause)) for finding in ledger.findings]
     seen = {finding.cause for finding in found}
     return [*found, *(finding for finding in record.findings if finding.cause not in seen)]
+
+
+def _joined(finding: Finding, of_run: Finding | None) -> Finding:
+    """Returns a finding of the ledger with the lines, and the gain, that only the run itself knows."""
+    if of_run is None:
+        return finding
+    gain = finding.predicted_gain_frac
+    return replace(
+        finding,
+        where=finding.where or of_run.where,
+        predicted_gain_frac=of_run.predicted_gain_frac if gain is None else gain,
+    )
