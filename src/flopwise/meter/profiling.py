@@ -46,8 +46,12 @@ HEAVIER = 6
 #: Python's functions are recorded where a step calls no more of them than this, and at some 250 bytes a call (seen with
 #: torch 2.13); a step that decodes images in Python calls hundreds of thousands.
 MOST_CALLS = 80_000
-#: A window that has made the process grow by this ends with what it has, bytes: results are in memory until it is closed.
-MOST_MEMORY = 1.5e9
+#: A window that has made the process grow by this ends with what it has, bytes, and if one step did so, without it: some
+#: 80,000 operators. Closing it takes seven times as much again, and seconds (seen with torch 2.13: 3 kB an operator while
+#: it is recorded, 22 kB and 0.1 ms once it is closed).
+MOST_MEMORY = 0.25e9
+#: A window with stacks is not to write more than this, bytes, by what the heavy one wrote a step.
+MOST_STACKS_BYTES = 100e6
 #: Windows that were cut short, by an evaluation or a new epoch, are opened again so many times.
 TRIES = 3
 #: Ranks that are not ready for their windows are not waited for longer than this.
@@ -175,7 +179,9 @@ class Profiling:
         if self._calls.end():
             self._leave_out_stacks()
         grown = resident_bytes() - window.memory
-        if len(window.flags) >= window.lead + window.steps or grown > MOST_MEMORY:
+        if grown > MOST_MEMORY and len(window.flags) < 2:
+            self._end(f"a step has too much to record: {grown / 1e6:.0f} MB")
+        elif grown > MOST_MEMORY or len(window.flags) >= window.lead + window.steps:
             self._close(window)
             self._next()
 
@@ -314,10 +320,7 @@ class Profiling:
 
     def _open(self, window: _Window) -> None:
         began = time.perf_counter_ns()
-        for light in self._windows:
-            if light.kind == LIGHT and window.kind == HEAVY:
-                each = HEAVIER * light.bytes / max(1, len(light.flags))
-                window.steps = max(1, min(window.steps, int(MOST_BYTES / each)))
+        self._cut_down(window)
         window.marks_ns, window.delays_ns, window.flags = [], [], []
         window.waits_from = len(self._session.waits)
         with self._recorder.lock:
@@ -332,6 +335,17 @@ class Profiling:
         window.mark()
         if window.kind == HEAVY and any(one.kind == STACKS for one in self._left):
             self._calls.begin()  # in a step of the lead, which does not count
+
+    def _cut_down(self, window: _Window) -> None:
+        """Gives a window as many steps as it may write, by what the one before it wrote a step."""
+        for before in self._windows:
+            each = before.bytes / max(1, len(before.flags))
+            if (before.kind, window.kind) == (LIGHT, HEAVY) and each:
+                window.steps = max(1, min(window.steps, int(MOST_BYTES / (HEAVIER * each))))
+            if (before.kind, window.kind) == (HEAVY, STACKS) and each:
+                room = int(MOST_STACKS_BYTES / each)
+                window.lead = max(1, min(window.lead, room - window.steps))
+                window.steps = max(1, min(window.steps, room - window.lead))
 
     def _leave_out_stacks(self) -> None:
         """Python calls too many functions a step for each of them to be recorded."""
@@ -361,7 +375,16 @@ class Profiling:
         path.mkdir(exist_ok=True)
         path /= f"rank{rank}-{os.getpid()}-{window.kind}.json"
         path.unlink(missing_ok=True)
-        profile.export_chrome_trace(str(path))
+        try:
+            profile.export_chrome_trace(str(path))  # says nothing where it could not
+            if not path.exists():
+                raise OSError("its trace could not be written: the disk may be full")
+            size = path.stat().st_size
+        except BaseException:  # what there is of it must not fill the disk
+            for part in (path, path.with_name(path.name + ".tmp")):
+                with contextlib.suppress(OSError):
+                    part.unlink()
+            raise
         del profile
         window.cost_ns += time.perf_counter_ns() - began
         offset = _offset_ns()
@@ -377,7 +400,7 @@ class Profiling:
                 lead=min(window.lead, len(window.flags) - 1),
                 waits_ns=[(a + offset, b + offset) for a, b in waits],
                 cost_ns=window.cost_ns,
-                bytes=path.stat().st_size,
+                bytes=size,
             )
         )
 

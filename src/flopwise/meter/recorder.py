@@ -3,12 +3,14 @@
 Seen with torch 2.13 on a CPU: the process crashes where a profiler is started while another one is prepared or runs in
 another thread, where one is stopped by another thread than the one that started it and its results are read, and at the
 exit of a process, or of a forked child of it, in which one still runs. So the main thread alone starts and stops ours,
-before a fork and at the exit it is stopped, and whoever else wants to profile is known before we begin.
+before a fork and at the exit it is stopped, and whoever else wants to profile is known before we begin. A child that is
+forked later, and starts a thread, crashes or hangs at its exit, too: see `_end_without_joining`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import threading
@@ -75,6 +77,7 @@ class Recorder:
 
     def start(self, *, operators: bool, stacks: bool) -> None:
         """Starts it: with the operators and their shapes, and with Python's functions, too."""
+        _prepare_children()
         profile = torch_profiler.profile(
             use_cpu=operators,
             use_device="cuda" if self._on_cuda else None,
@@ -167,6 +170,29 @@ class Recorder:
 
 def _stop_by_force() -> None:
     """Whatever state a failure has left it in: one that still runs would crash the process when it ends."""
-    for name in (ENDS, "_run_on_profiler_stop"):
+    running = getattr(torch.autograd, "_profiler_enabled", lambda: True)
+    # To stop one that does not run is a warning in the script's output.
+    for name in (ENDS, "_run_on_profiler_stop") if running() else ("_run_on_profiler_stop",):
         with contextlib.suppress(Exception):
             getattr(torch_profiler, name)()
+
+
+@functools.cache
+def _prepare_children() -> None:
+    """Has every child that is forked from now on end as it would have ended without a profiler, once in a process."""
+    os.register_at_fork(after_in_child=_end_without_joining)
+
+
+def _end_without_joining() -> None:
+    """Has this forked child leave by `_exit`, with its own exit code, before C++ objects are destroyed.
+
+    The profiler's library keeps a thread from its first use on, and joins it when it is destroyed. In a forked child
+    there is no such thread: where another one has got its stack, the process is aborted or waits for ever. Python's
+    and C's buffers are written, and Python's own handlers run; what exit() calls is called last in, first out.
+    Source: libkineto/src/ConfigLoader.cpp (`updateThread_`) in pytorch/kineto; on_exit(3).
+    """
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # not glibc
+        c = ctypes.CDLL(None)
+        leave, flush = (ctypes.cast(f, ctypes.c_void_p) for f in (c._exit, c.fflush))
+        c.on_exit(leave, None)
+        c.__cxa_atexit(flush, None, None)
