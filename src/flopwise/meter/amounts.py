@@ -21,11 +21,12 @@ class PythonCalls:
         sys.setprofile(self._count)
 
     def end(self) -> bool:
-        """Ends it; returns whether there were more than the limit."""
-        if self._running:
-            self._running = False
-            if sys.getprofile() == self._count:
-                sys.setprofile(None)
+        """Ends it; returns whether there were more than the limit. Where nothing is counted there were not."""
+        if not self._running:
+            return False
+        self._running = False
+        if sys.getprofile() == self._count:
+            sys.setprofile(None)
         return self._n > self._most
 
     def _count(self, frame: FrameType, event: str, arg: object) -> None:

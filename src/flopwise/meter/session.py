@@ -815,7 +815,8 @@ class Session:
         try:
             if self.phase == PROFILING and self.live:
                 self.profiling.abandon("the script ended first")
-                self.profiled()
+                self._write_profile()
+                self.detach()  # there is no script left to end
             for thread in self._writers:
                 thread.join(timeout=20)
             if self.phase in (WARMUP, MEASURING) and self.live:
