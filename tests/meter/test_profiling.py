@@ -76,8 +76,7 @@ class Profiled:
 
     def stored(self) -> RankRecord:
         """The record as the parent reads it."""
-        for thread in self.session._writers:
-            thread.join(20)
+        self.session.writing.join()
         (path,) = (self.folder / "ranks").glob("*.json")
         return store.read(path, RankRecord, rank_records.SCHEMA)
 
