@@ -41,6 +41,8 @@ BUSY_FRAC = 1.01
 DIFFERING_FRAC = 0.02
 #: A CPU has no window that disturbs less than the one with operators: so far off, what they took is no measure.
 STRETCHED_FRAC = 0.10
+#: What FLOPs need at the rates of the device, however long they took.
+NEEDED = ("ideal", "precision", "hardware", "ceiling", "clock")
 LINES_OF = {Owner.COMMUNICATION: ("comm_unsplit",), Owner.COPY: ("exposed_copy",)}
 
 
@@ -49,7 +51,6 @@ class Undisturbed:
     """What is known of the steps that nothing disturbed."""
 
     each_s: Sequence[float]  # their lengths
-    step_s_ci95: tuple[float, float] | None
     input_s: float | None  # mean time in which the host waited for a batch
     clocks: Clocks | None = None
     watts: float | None = None
@@ -180,6 +181,8 @@ class _Lines:
             [[step.get(name, 0.0) for name in self.names] for step in taken.tally.lines]
         )
         self.owner = np.asarray([_owner_of(name) for name in self.names])
+        self.needed = np.isin(self.names, NEEDED)
+        self.excess = self.names.index("gemm_excess")
 
     def reconciled(self) -> tuple[list[Line], Idle]:
         """Returns the lines with their 95 % intervals, and how the idle time was told."""
@@ -209,6 +212,9 @@ class _Lines:
             have = values[mine].sum()
             if have > 0:
                 values[mine] *= owned[owner] / have
+                if owner == Owner.COMPUTE:  # it is the time that differs: what FLOPs need does not
+                    values[self.excess] += values[self.needed].sum() - heavy[self.needed].sum()
+                    values[self.needed] = heavy[self.needed]
                 continue
             values[mine] = 0.0
             if owned[owner] > 0:  # the heavy window has none of it
