@@ -14,7 +14,7 @@ from net import TokenNet, sequences
 
 def book(total: float, value: float) -> float:
     """Returns a running figure after some milliseconds of arithmetic in Python."""
-    for _ in range(200_000):
+    for _ in range(80_000):
         total += (value - total) * 0.001
     return total
 
@@ -22,7 +22,7 @@ def book(total: float, value: float) -> float:
 def build(fault: bool, where: Where) -> Arm:
     """Returns training that reads the loss at each step, or never."""
     vocab, width, layers, batch, length = (
-        (512, 64, 2, 4, 32) if where.small else (8192, 1024, 8, 32, 1024)
+        (512, 64, 2, 4, 32) if where.small else (8192, 1024, 8, 16, 1024)
     )
     model = TokenNet(vocab, width, layers).to(where.device, where.dtype)
     optimizer = adamw(model.parameters())

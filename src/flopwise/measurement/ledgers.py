@@ -102,8 +102,23 @@ def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Contex
         trace=path,
         rank=rank.rank,
         world_size=rank.world_size,
-        notes=[*ledger.notes, *profile.notes],
+        notes=[*ledger.notes, *profile.notes, *_of_one(rank)],
     )
+
+
+def _of_one(rank: RankRecord) -> list[str]:
+    """Returns that a ledger is one rank's, where there are others."""
+    if rank.world_size == 1:
+        return []
+    return [
+        f"the ledger is that of rank {rank.rank} of {rank.world_size}: the windows of the others are in the run folder"
+    ]
+
+
+def heavy_bytes(ranks: Sequence[RankRecord]) -> int:
+    """Returns how many bytes of traces the first rank's ledger is made of."""
+    lead = min(ranks, key=lambda rank: rank.rank)
+    return sum(window.bytes for window in lead.profile.windows) if lead.profile else 0
 
 
 def pack(folder: Path, ranks: Sequence[RankRecord]) -> None:
@@ -230,10 +245,19 @@ def _live(profile: Profile, each_s: Sequence[float]) -> Live:
 
 def _merged(record: RunRecord, ledger: LedgerRecord) -> list[Finding]:
     """Returns the findings of the run and of its ledger; of one cause the ledger's, which saw the device."""
-    places = {finding.cause: finding.where for finding in record.findings}
-    found = [
-        replace(finding, where=finding.where or places.get(finding.cause, []))
-        for finding in ledger.findings
-    ]
+    own = {finding.cause: finding for finding in record.findings}
+    found = [_joined(finding, own.get(finding.cause)) for finding in ledger.findings]
     seen = {finding.cause for finding in found}
     return [*found, *(finding for finding in record.findings if finding.cause not in seen)]
+
+
+def _joined(finding: Finding, of_run: Finding | None) -> Finding:
+    """Returns a finding of the ledger with the lines, and the gain, that only the run itself knows."""
+    if of_run is None:
+        return finding
+    gain = finding.predicted_gain_frac
+    return replace(
+        finding,
+        where=finding.where or of_run.where,
+        predicted_gain_frac=of_run.predicted_gain_frac if gain is None else gain,
+    )
