@@ -71,7 +71,7 @@ class Recorder:
         if self.running:
             return False
         enabled = getattr(torch.autograd, "_profiler_enabled", bool)
-        return bool(torch_profiler._is_profiler_enabled or enabled())
+        return bool(getattr(torch_profiler, "_is_profiler_enabled", False) or enabled())
 
     def start(self, *, operators: bool, stacks: bool) -> None:
         """Starts it: with the operators and their shapes, and with Python's functions, too."""

@@ -42,11 +42,11 @@ BUSY_FRAC = 1.01
 DIFFERING_FRAC = 0.02
 #: A CPU has no window that disturbs less than the one with operators: so far off, what they took is no measure.
 STRETCHED_FRAC = 0.10
-#: What FLOPs need at the rates of the device, however long they took.
-NEEDED = ("ideal", "precision", "hardware", "ceiling", "clock")
 #: Unless the profiler explains it: it takes so much an event at most. Source: measured with torch 2.13 on an AMD EPYC,
 #: 0.4 to 1.5 us an event with shapes.
 PROFILER_NS = 3_000
+#: What FLOPs need at the rates of the device, however long they took.
+NEEDED = ("ideal", "precision", "hardware", "ceiling", "clock")
 LINES_OF = {Owner.COMMUNICATION: ("comm_unsplit",), Owner.COPY: ("exposed_copy",)}
 
 
