@@ -117,7 +117,7 @@ TIMED_STEPS = 8
 #: A short step's windows on a CPU, with two leading steps each, and where each is open: steps that it holds.
 HEAVY, STACKS, AFTER = 8, 2, 60
 HEAVY_FROM = TIMED_STEPS + 1
-STACKS_FROM = HEAVY_FROM + HEAVY + 2
+STACKS_FROM = HEAVY_FROM + HEAVY + 2 + 1  # a step lies between
 AFTER_FROM = STACKS_FROM + STACKS + 2
 ENOUGH = AFTER_FROM + AFTER + 2 + 5
 

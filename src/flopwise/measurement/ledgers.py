@@ -81,7 +81,6 @@ def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Contex
         _stacks(folder, noted.get("stacks")),
         Undisturbed(
             each_s,
-            record.step_s.ci95,
             record.phases.data_s,
             record.clocks,
             record.energy.watts,

@@ -315,7 +315,8 @@ def written(t: Any, host: Any, work: Any) -> Any:
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.lists(hosts, max_size=8), st.lists(works, min_size=1, max_size=10), counts,
+    # which of two operators of one span is the inner one only the file's order tells
+    st.lists(hosts, max_size=8, unique_by=lambda one: one[1:]), st.lists(works, min_size=1, max_size=10), counts,
     st.none() | st.floats(0, 0.9), st.randoms(use_true_random=False),
 )  # fmt: skip
 def test_lines_sum_with_all_options_and_do_not_depend_on_how_the_trace_is_written(
