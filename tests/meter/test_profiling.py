@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import profiler as torch_profiler
+from torch.autograd.profiler import record_function
 from torch.utils.data import DataLoader, TensorDataset
 
 from flopwise.meter import finish, hooks, profiling
@@ -192,6 +193,44 @@ def test_only_the_last_window_has_stacks(start: Any) -> None:
     }
     assert python["heavy"] == 0
     assert python["stacks"] > 10
+
+
+def test_a_range_of_the_profiler_never_ends_under_another_window(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer's step is a range, and windows begin and end in it: torch would write into memory that is freed."""
+    began: list[int] = []
+    ended: list[int] = []
+    run = start()
+    recorder = run.session.profiling._recorder
+    for name, steps in (("start", began), ("stop", ended)):
+        original = getattr(recorder, name)
+
+        def noted(*args: Any, of: Any = original, into: list[int] = steps, **kwargs: Any) -> Any:
+            into.append(run.training.step_no)
+            return of(*args, **kwargs)
+
+        monkeypatch.setattr(recorder, name, noted)
+    run.training.run(ENOUGH)
+    assert len(began) == len(ended) == 2
+    assert began[1] == ended[0] + 1
+
+
+def test_no_window_opens_while_a_range_of_an_earlier_one_is_open(start: Any) -> None:
+    run = start()
+    scope = record_function("some steps")
+    outside = record_function("all of it")
+    run.training.run(3)
+    outside.__enter__()  # before any window: no profiler knows of it
+    run.training.run(HEAVY_FROM, {HEAVY_FROM + 3: scope.__enter__})
+    run.training.run(HEAVY + 20)
+    assert [window.kind for window in run.profile.windows] == ["heavy"]
+    assert run.profile.state == "pending"
+    scope.__exit__(None, None, None)
+    run.training.run(STACKS + AFTER + 10)
+    assert [window.kind for window in run.profile.windows] == ["heavy", "stacks"]
+    assert run.profile.state == "done"
+    outside.__exit__(None, None, None)
 
 
 def test_too_many_calls_of_python_leave_the_stacks_out(
