@@ -123,9 +123,10 @@ def gains_again(results: Path) -> str:
                 f"for {name} {units.percent(now)} where it was {units.percent(gain['predicted_frac'])}, "
                 f"of a saving of {_saved(gain)}"
             )
+    kept = ", ".join(same)
     return (
         f"These predictions were made at the commit of that run. Since then {again['since']}. From the same recorded windows "
-        f"it predicts {'; '.join(changed)}; and the same as before for {', '.join(same)}."
+        f"it predicts {'; '.join(changed)}{f'; and the same as before for {kept}' if same else ''}."
     )
 
 
