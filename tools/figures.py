@@ -12,19 +12,29 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flopwise import units
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import counter_figures
+import ledger_figures
+from markdown_tables import difference, interval, table
 from overhead_verdict import fit, pooled, together, verdict
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "overhead.md")
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "docs" / "overhead.md",
+    ROOT / "docs" / "ledger.md",
+    ROOT / "docs" / "ledger-truth.md",
+    ROOT / "docs" / "report.md",
+)
 _MARKED = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
 
@@ -52,7 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def filled(text: str) -> str:
     """Returns a document with its tables as the results have them."""
-    return _MARKED.sub(lambda m: f"{m[1]}{TABLES[m[2]]()}\n{m[3]}", text)
+    return _MARKED.sub(lambda m: f"{m[1]}{made(m[2])}\n{m[3]}", text)
+
+
+def made(name: str) -> str:
+    """Returns what stands between the marks of this name."""
+    if name in TABLES:
+        return TABLES[name]()
+    return {**ledger_figures.TABLES, **counter_figures.TABLES}[name](RESULTS)
 
 
 def step_truth() -> str:
@@ -115,28 +132,6 @@ def overhead() -> str:
     head = ["device", "step", "runs", "cost (95 %)", "control (95 %)", "by the meter's own clock"]
     head.append("limit")
     return table(head, rows + after)
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def difference(ratio: float) -> str:
-    """Returns how far a ratio is from 1, unsigned, in percent with three decimals."""
-    return f"{100 * abs(ratio - 1):.3f} %"
-
-
-def interval(ratio: dict[str, float]) -> str:
-    """Returns a ratio with its interval, as differences from 1."""
-    low, high = signed(ratio["low"]), signed(ratio["high"])
-    return f"{signed(ratio['ratio'])} ({low} to {high})"
-
-
-def signed(ratio: float) -> str:
-    """Returns how far a ratio is from 1, signed, in percent with two decimals."""
-    return f"{100 * (ratio - 1):+.2f} %"
 
 
 TABLES = {"step_truth": step_truth, "overhead": overhead}

@@ -184,6 +184,7 @@ try:
         optimizer.step()
 finally:
     os.write(1, f"rank {rank} ends at {step}\\n".encode())
+dist.destroy_process_group()  # Gloo's can abort a process that exits with one
 """
 
 

@@ -60,6 +60,15 @@ def test_ending_what_was_not_begun_does_nothing() -> None:
     assert PythonCalls(1).end() is False
 
 
+def test_more_than_the_limit_is_said_once() -> None:
+    calls = PythonCalls(10)
+    calls.begin()
+    for _ in range(20):
+        called()
+    assert calls.end()
+    assert not calls.end()
+
+
 def test_memory_grows_with_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     before = resident_bytes()
     kept = bytearray(64_000_000)

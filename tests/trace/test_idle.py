@@ -244,3 +244,13 @@ def test_a_loader_that_another_thread_prefetches_from_holds_nobody_up(timeline: 
     timeline.kernel("b", 420, 50, at=410)
     found, _ = idle_of(timeline, 10, 470)
     assert found.by_cause == only(**{LAUNCH: 320_000})
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_of_two_that_end_a_gap_the_first_launched_tells(timeline: Any, swapped: bool) -> None:
+    timeline.kernel("a", 0, 10, at=0)
+    ends = [("b", 5, 8), ("c", 45, 9)]  # one was queued before the gap, the other was late
+    for name, at, stream in reversed(ends) if swapped else ends:
+        timeline.kernel(name, 50, 10, at=at, stream=stream)
+    found, _ = idle_of(timeline, 0, 60)
+    assert found.by_cause[DEVICE] == 40_000

@@ -32,11 +32,14 @@ from flopwise.records import store
 from flopwise.records.ledger import LedgerRecord
 from flopwise.records.rank import RankRecord
 from flopwise.records.run import RunRecord
+from flopwise.units import size
 
 #: A job that is still being measured gets a first report after this long.
 FIRST_REPORT_S = 60.0
 #: A running job's folder is looked at this often.
 LOOK_S = 1.0
+#: Windows of so many bytes take seconds to read, so that it is said.
+SAID_BYTES = 100_000_000
 
 
 @dataclass
@@ -276,6 +279,9 @@ class Measurement:
         ranks = summary.one_per_rank(ranks)
         key = [rank.profile for rank in ranks], record.step_s, context.ceilings
         if self._ledger is None or self._ledger[0] != key:
+            n_bytes = ledgers.heavy_bytes(ranks)
+            if n_bytes > SAID_BYTES and not self.quiet:
+                say(f"flopwise: reading {size(n_bytes)} of profiled windows")
             self._ledger = key, *ledgers.ledger_or_reason(record, ranks, self.folder, context)
         return ledgers.with_ledger(record, *self._ledger[1:])
 

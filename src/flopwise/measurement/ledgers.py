@@ -81,7 +81,6 @@ def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Contex
         _stacks(folder, noted.get("stacks")),
         Undisturbed(
             each_s,
-            record.step_s.ci95,
             record.phases.data_s,
             record.clocks,
             record.energy.watts,
@@ -103,8 +102,23 @@ def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Contex
         trace=path,
         rank=rank.rank,
         world_size=rank.world_size,
-        notes=[*ledger.notes, *profile.notes],
+        notes=[*ledger.notes, *profile.notes, *_of_one(rank)],
     )
+
+
+def _of_one(rank: RankRecord) -> list[str]:
+    """Returns that a ledger is one rank's, where there are others."""
+    if rank.world_size == 1:
+        return []
+    return [
+        f"the ledger is that of rank {rank.rank} of {rank.world_size}: the windows of the others are in the run folder"
+    ]
+
+
+def heavy_bytes(ranks: Sequence[RankRecord]) -> int:
+    """Returns how many bytes of traces the first rank's ledger is made of."""
+    lead = min(ranks, key=lambda rank: rank.rank)
+    return sum(window.bytes for window in lead.profile.windows) if lead.profile else 0
 
 
 def pack(folder: Path, ranks: Sequence[RankRecord]) -> None:

@@ -21,7 +21,7 @@ class PythonCalls:
         sys.setprofile(self._count)
 
     def end(self) -> bool:
-        """Ends it; returns whether there were more than the limit, once."""
+        """Ends it; returns whether there were more than the limit. Where nothing is counted there were not."""
         if not self._running:
             return False
         self._running = False

@@ -172,7 +172,8 @@ class Profiling:
             return
         window = self._left[0]
         if not self._recorder.running:
-            self._open(window)
+            if not self._recorder.in_scopes:
+                self._open(window)
             return
         window.mark()
         window.flags.append(flags & OTHER_THAN_TRAINING)
@@ -183,7 +184,9 @@ class Profiling:
             self._end(f"a step has too much to record: {grown / 1e6:.0f} MB")
         elif grown > MOST_MEMORY or len(window.flags) >= window.lead + window.steps:
             self._close(window)
-            self._next()
+            self._left.pop(0)  # the next one opens at the end of the next step
+            if not self._left:
+                self._finish_windows()
 
     def interrupt(self) -> None:
         """Something other than training begins: what was recorded stands, and the window is opened again if need be."""
@@ -298,13 +301,6 @@ class Profiling:
         wanted = ((LIGHT, light), (HEAVY, heavy), (STACKS, stacks))
         self._left = [_Window(kind, steps, lead) for kind, steps in wanted if steps]
         self._left[-1].last = True
-
-    def _next(self) -> None:
-        self._left.pop(0)
-        if self._left:
-            self._open(self._left[0])
-        else:
-            self._finish_windows()
 
     def _finish_windows(self) -> None:
         if not self._windows:

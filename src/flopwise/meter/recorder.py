@@ -5,6 +5,11 @@ another thread, where one is stopped by another thread than the one that started
 exit of a process, or of a forked child of it, in which one still runs. So the main thread alone starts and stops ours,
 before a fork and at the exit it is stopped, and whoever else wants to profile is known before we begin. A child that is
 forked later, and starts a thread, crashes or hangs at its exit, too: see `_end_without_joining`.
+
+And a range that was entered while one profiler ran, and is left while the next one does, is written into memory that is no
+longer there: torch looks only at whether a profiler runs (`onFunctionExit` in torch/csrc/autograd/profiler_kineto.cpp). An
+optimizer's step is such a range, and our windows begin and end inside of it; so no window is opened in the step in which another
+was closed, nor while a `record_function` of the script's is open that was entered in an earlier one.
 """
 
 from __future__ import annotations
@@ -46,6 +51,7 @@ class Recorder:
         self._ours = False  # it is being started or stopped by us
         self.lock = threading.RLock()  # nobody begins while we do
         self.torn_down: str | None = None  # whether it has let go of the device, in words
+        self._scopes: set[int] = set()  # ids of ranges entered while ours ran, and still open
         self.followed = False  # it is known whether the script profiles
 
     def install(self, patches: Patches) -> None:
@@ -58,7 +64,36 @@ class Recorder:
         for name, original in originals.items():
             wrapped = self._ending(original) if name == ENDS else self._beginning(original)
             patches.replace(torch_profiler, name, wrapped, f"torch.autograd.profiler.{name}")
+        kind = torch_profiler.record_function
+        for name, wrap in (("__enter__", self._entering), ("__exit__", self._leaving)):
+            method = getattr(kind, name)
+            patches.replace(
+                kind, name, wrap(method), f"torch.autograd.profiler.record_function.{name}"
+            )
         self.followed = True
+
+    @property
+    def in_scopes(self) -> bool:
+        """Whether a range of the script's is open that was entered while a profiler of ours ran."""
+        return bool(self._scopes)
+
+    def _entering(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __enter__(scope: Any) -> Any:
+            if self.running:
+                self._scopes.add(id(scope))
+            return original(scope)
+
+        return __enter__
+
+    def _leaving(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def __exit__(scope: Any, *args: Any) -> Any:
+            result = original(scope, *args)
+            self._scopes.discard(id(scope))
+            return result
+
+        return __exit__
 
     @property
     def running(self) -> bool:
@@ -73,7 +108,7 @@ class Recorder:
         if self.running:
             return False
         enabled = getattr(torch.autograd, "_profiler_enabled", bool)
-        return bool(torch_profiler._is_profiler_enabled or enabled())
+        return bool(getattr(torch_profiler, "_is_profiler_enabled", False) or enabled())
 
     def start(self, *, operators: bool, stacks: bool) -> None:
         """Starts it: with the operators and their shapes, and with Python's functions, too."""

@@ -13,9 +13,7 @@ import contextlib
 import os
 import random
 import sys
-import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
@@ -33,6 +31,7 @@ from flopwise.meter.found import Reading, frames_compiled, read_roots
 from flopwise.meter.fresh import FreshGradients
 from flopwise.meter.graphs import Graphs
 from flopwise.meter.hooks import Hooks
+from flopwise.meter.identities import Identities
 from flopwise.meter.own_cost import call_cost_ns
 from flopwise.meter.patches import Patches, never_compiled
 from flopwise.meter.preemption import Preemption
@@ -52,7 +51,7 @@ from flopwise.meter.steps import Boundaries
 from flopwise.meter.surroundings import Surroundings
 from flopwise.meter.trainers import Trainers
 from flopwise.meter.window import Window
-from flopwise.records.rank import RankRecord
+from flopwise.meter.writing import Writing
 
 now = time.perf_counter_ns
 
@@ -129,9 +128,7 @@ class Session:
         self.interval = Interval()
         self.fast = Fast()
         self.hooks = Hooks(self)
-        self._identities: dict[int, int] = {}  # by id(optimizer), of those that live
-        self._deaths: dict[int, weakref.ref[Any]] = {}  # by id(optimizer): ids are used again
-        self._kinds: dict[tuple[Any, ...], int] = {}  # by class and parameters
+        self.identities = Identities(self._meet, self._optimizer_died)
         self.events = 0  # optimizer events, nested ones not counted
         self.fresh = FreshGradients()
         self._last_ns = now()
@@ -154,10 +151,8 @@ class Session:
         self._sole = 0  # id of the optimizer that alone ends steps, while that is established
         self._written_at = 0
         self._brief_own_ns = 0
-        self._warned = False
         self._own_call_ns = 0
-        self._writers: list[threading.Thread] = []
-        self._built: RankRecord | None = None  # the record of the timed steps
+        self.writing = Writing(self)
         self._stop_at: int | None = None
 
     # ------------------------------------------------------------------ attach, detach
@@ -314,9 +309,7 @@ class Session:
                 found_inf = getattr(optimizer, "found_inf", None)
                 if found_inf is not None:
                     self.interval.found_inf = found_inf
-            identity = self._identities.get(id(optimizer))
-            if identity is None:
-                identity = self._identify(optimizer)
+            identity = self.identities.of(optimizer)
             settled = self.boundaries.settled
             ends = self.boundaries.feed(identity)
             if self.phase == PROFILING and settled and not self.boundaries.settled:
@@ -400,32 +393,8 @@ class Session:
         self.brief = True
         self.counting.abandon()
 
-    def identity_of(self, optimizer: Any) -> int:
-        """Returns what tells an optimizer from others."""
-        identity = self._identities.get(id(optimizer))
-        return self._identify(optimizer) if identity is None else identity
-
-    def _identify(self, optimizer: Any) -> int:
-        """Returns the identity of an optimizer not met before.
-
-        One that is made anew for the parameters of an earlier one, every epoch or every step, goes on as that one.
-        """
-        key = id(optimizer)
-        identity = len(self._kinds)
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            self._kinds[(key,)] = self._identities[key] = identity
-            return identity
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        kind = (type(optimizer), *(weakref.ref(p) for p in parameters[:1]), *map(id, parameters))
-        identity = self._identities[key] = self._kinds.setdefault(kind, identity)
-        self._deaths[key] = weakref.ref(optimizer, lambda _: self._optimizer_died(key))
-        self._meet(identity, optimizer)
-        return identity
-
     def _optimizer_died(self, key: int) -> None:
         """Called by the garbage collector, at any moment: notes it, and leaves the rest to the next step."""
-        self._identities.pop(key, None)
-        self._deaths.pop(key, None)
         if self._sole == key:
             self._sole = self.fast.sole = 0
 
@@ -641,10 +610,10 @@ class Session:
             alone = (
                 self.mode == "optimizer"
                 and len(self.boundaries.cycle) == 1
-                and len(self._identities) == 1
+                and len(self.identities.known) == 1
             )
             if alone and not self.uses_scaler:
-                self._sole = next(iter(self._identities))
+                self._sole = next(iter(self.identities.known))
 
     def boundaries_known(self) -> bool:
         """Whether it is settled what ends a step."""
@@ -682,7 +651,7 @@ class Session:
         elif self._first_record_due(elapsed_s):
             self._written_at = self._timed
             self.interval.flags |= COUNTED
-            self._write_later("partial: still measuring")
+            self.writing.later("partial: still measuring")
 
     def _done(self, elapsed_s: float) -> bool:
         config = self.config
@@ -723,17 +692,17 @@ class Session:
         self.phase = PROFILING
         self.brief = self.mode != "backward"  # hooks pass their calls on, but for the ends of steps
         if not self.config.profile or not self.profiling.prepare():
-            self._write_later("complete")
+            self.writing.later("complete")
             self._conclude()
             return
-        self._write_later("complete")
+        self.writing.later("complete")
         self.roots.release()
         self.profiling.begin()
 
     def profiled(self) -> None:
         """The profiled windows are over, or there are to be none after all."""
         if self.phase == PROFILING:
-            self._write_profile()
+            self.writing.profile()
             self._conclude()
 
     def _conclude(self) -> None:
@@ -768,46 +737,6 @@ class Session:
 
     # ------------------------------------------------------------------ the record
 
-    def _write_later(self, status: str) -> None:
-        """Builds and writes the record on a thread of its own, once the device has passed the last event."""
-        snapshot = finish.Snapshot.of(self, status)
-        if self.config.folder is None:
-            self.record = snapshot
-            return
-        before = self._writers[-1] if self._writers else None
-        thread = threading.Thread(
-            target=self._write, args=(snapshot, before), name="flopwise-record", daemon=True
-        )
-        self._writers.append(thread)
-        thread.start()
-
-    def _write(self, snapshot: finish.Snapshot, before: threading.Thread | None = None) -> None:
-        try:
-            if before is not None:  # in order: an earlier record must not replace a later one
-                before.join()
-            self._built = finish.write(snapshot)
-            if self.config.stop_after and self.enough and self.trainers.several is not None:
-                ending.leave_sign(self.config.folder, "several threads train")
-        except Exception as error:
-            self._complain(error)
-
-    def _write_profile(self) -> None:
-        """Adds the profiled windows to the record of the timed steps, on a thread of its own."""
-        before, profile = list(self._writers), self.profiling.snapshot()
-
-        def write() -> None:
-            try:
-                for thread in before:
-                    thread.join()
-                if self._built is not None:
-                    finish.write_record_of(self._built, self.config.folder, profile())
-            except Exception as error:
-                self._complain(error)
-
-        thread = threading.Thread(target=write, name="flopwise-record", daemon=True)
-        self._writers.append(thread)
-        thread.start()
-
     def close(self) -> None:
         """Writes what was measured when the process ends before the measurement was complete."""
         if os.getpid() != self.pid:
@@ -815,18 +744,18 @@ class Session:
         try:
             if self.phase == PROFILING and self.live:
                 self.profiling.abandon("the script ended first")
-                self.profiled()
-            for thread in self._writers:
-                thread.join(timeout=20)
+                self.writing.profile()
+                self.detach()  # there is no script left to end
+            self.writing.join()
             if self.phase in (WARMUP, MEASURING) and self.live:
                 self.settle()
                 self.window.close()
                 self.detach()
                 enough = self.config.steps is None and self._timed >= FIRST_RECORD_STEPS
                 status = "complete" if enough else "partial: the script ended first"
-                self._write(finish.Snapshot.of(self, status))
+                self.writing.now(status)
         except Exception as error:
-            self._complain(error)
+            self.writing.complain(error)
 
     def _before_fork(self) -> None:
         if self.live and self.phase == PROFILING and os.getpid() == self.pid:
@@ -873,37 +802,13 @@ class Session:
         if self.phase == PROFILING:
             with contextlib.suppress(Exception):
                 self.profiling.abandon("the meter failed")
-                self._write_profile()
+                self.writing.profile()
         self.detach()
-        self._complain(error)
+        self.writing.complain(error)
         with contextlib.suppress(Exception):
             for purpose in (agreement.PROFILE, agreement.STOP):
                 if purpose == agreement.PROFILE or self.config.stop_after:
                     agreement.refuse(self, purpose)
-
-    def _complain(self, error: BaseException) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        if isinstance(error, NothingMeasuredError):
-            with contextlib.suppress(Exception):
-                print(
-                    f"flopwise: {error}. The script goes on unmeasured", file=sys.stderr, flush=True
-                )
-                finish.leave_message(self, str(error))
-            return
-        where = traceback.extract_tb(error.__traceback__)
-        place = f"{os.path.basename(where[-1].filename)}:{where[-1].lineno}" if where else "?"
-        try:
-            print(
-                f"flopwise: the meter failed ({type(error).__name__}: {error}; {place}) and has been taken out. "
-                "The script goes on unmeasured",
-                file=sys.stderr,
-                flush=True,
-            )
-            finish.leave_message(self, f"{type(error).__name__}: {error} ({place})")
-        except Exception:
-            pass
 
 
 # Called from hooks: Dynamo must not try to compile what they do.

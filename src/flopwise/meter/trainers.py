@@ -75,7 +75,7 @@ class Trainers:
         if in_backward_pass():
             return False
         self.thread = ident
-        key = session.identity_of(optimizer)
+        key = session.identities.of(optimizer)
         owner = self._owners.get(key)
         self._owners[key] = ident
         if owner is None:

@@ -167,7 +167,8 @@ def attribute(host: Host, gaps: Spans) -> IdleTime:
     """
     out = IdleTime()
     work = host.work
-    order = np.argsort(work.start_ns, kind="stable")
+    # Of several that end a gap, the first launched.
+    order = np.lexsort((work.launched_ns, work.start_ns))
     starts = work.start_ns[order]
     debt, debtor, paid_until = 0, -1, -(2**62)
     for low, high in zip(gaps.start.tolist(), gaps.end.tolist(), strict=True):

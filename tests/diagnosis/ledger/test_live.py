@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,13 @@ def reconciled(
     each_s: list[float] | None = None,
     given: Given | None = None,
     device: int | None = 0,
+    preempted: float | None = None,
 ) -> LedgerRecord:
     return live_ledger(
         heavy,
         light,
         None,
-        Undisturbed(each_s or [step_s] * 20, None, input_s),
+        Undisturbed(each_s or [step_s] * 20, input_s, preempted_frac=preempted),
         LIVE,
         given or Given(),
         device,
@@ -257,6 +259,26 @@ def test_a_cpus_operators_stand_for_both_windows(window: Write) -> None:
         device=None,
     )
     assert us(waited)["idle_input"] == 40
+
+
+def test_time_without_a_core_has_a_line_and_useful_work_stays_what_flops_need(
+    window: Write,
+) -> None:
+    path, noted = window("heavy", cpu=True)
+    ns = [0]
+    for low, high in pairwise(noted.marks_ns):
+        ns.append(ns[-1] + (high - low) // 5)  # a fifth of each step
+    heavy = opened((path, dataclasses.replace(noted, delays_ns=ns)))
+    given_ = Given(peak=Peak(1e12, "fp32", "given", "given"))
+    plain = us(reconciled(heavy, None, given=given_, device=None))
+    record = reconciled(heavy, None, step_s=0.9e-3, given=given_, device=None, preempted=0.1)
+    sums(record)
+    lines = us(record)
+    assert lines["preempted"] == 90
+    assert lines["ideal"] == plain["ideal"] > 0
+    assert (lines["idle_launch"], lines["residual"]) == (240, 10)
+    products = sum(lines.get(name, 0.0) for name in ("ideal", "gemm_excess"))
+    assert products == pytest.approx(0.8 * 400, abs=0.01)
 
 
 @pytest.mark.parametrize(("step_s", "doubted"), [(0.92e-3, False), (0.9e-3, True), (1.2e-3, True)])

@@ -193,3 +193,17 @@ def test_a_faster_device_waits_for_the_workers(timeline: Any) -> None:
     assert replay.step_ns(half) == pytest.approx(5_000_000, rel=0.01)
     assert replay.step_ns(without(INPUT)) == pytest.approx(2_020_000, rel=0.01)
     assert replay.step_ns(loader=0.6) == pytest.approx(3_000_000, rel=0.01)
+
+
+def test_only_the_steps_that_count_are_told(timeline: Any) -> None:
+    looped(timeline, 6)
+    events = timeline.read().events
+    work = launches(events, 0)
+    marks = steps(events, work)
+    halved = Change(  # of the last two steps of five
+        work_ns=lambda k, ns: ns / 2 if work.start_ns[k] >= marks.bounds_ns[3] else ns
+    )
+    host = Host(events, work)
+    assert Replay(events, work, host, marks, first=3).step_ns() == 200_000
+    assert Replay(events, work, host, marks, first=3).step_ns(halved) == 100_000
+    assert Replay(events, work, host, marks).step_ns(halved) == 160_000

@@ -63,6 +63,12 @@ def test_a_product_is_bound_by_compute(timeline: Any) -> None:
     assert one.of_bound_frac == pytest.approx(FLOPS / 100e-6 / REACHED)
 
 
+def test_a_complex_product_has_four_real_ones(timeline: Any) -> None:
+    wide = square(dtype="c10::complex<float>")
+    one = hot_of(Job(timeline).steps("aten::mm", wide, wide, kernels={"cgemm": 900}))["cgemm"]
+    assert one.flops_per_s == pytest.approx(4 * FLOPS / 900e-6)
+
+
 def test_between_what_is_reached_and_the_peak_is_all_of_it(timeline: Any) -> None:
     large = square(8192)
     took_us = 2 * 8192**3 / 0.9 / PEAK * 1e6

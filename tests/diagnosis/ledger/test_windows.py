@@ -18,6 +18,7 @@ from flopwise.diagnosis.ledger.windows import (
     Busy,
     Window,
     _longest_run,
+    _stretched,
     as_long_as,
     busy,
     differing_frac,
@@ -27,6 +28,7 @@ from flopwise.records.rank import ProfiledWindow
 from flopwise.trace.chrome import read
 from flopwise.trace.kinds import Kind
 from flopwise.trace.launches import launches
+from flopwise.trace.ownership import classes
 
 Write = Callable[..., tuple[Path, ProfiledWindow]]
 
@@ -193,7 +195,28 @@ def test_kernels_last_as_long_as_their_namesakes(window: Write) -> None:
         "relu": 300_000,
         "step": 110_000,
     }  # (the last is in one alone)
-    assert (shorter.start_ns == work.start_ns).all()
+    pauses = work.start_ns[1:] - work.end_ns[:-1]
+    assert (shorter.start_ns[1:] - shorter.end_ns[:-1] == pauses).all()
+
+
+def test_longer_kernels_do_not_come_to_overlap(timeline: Any) -> None:
+    back_to_back = [("a", 0, 100), ("b", 100, 100), ("a", 200, 100), ("b", 300, 100)]
+    for name, at, dur in back_to_back:
+        timeline.kernel(name, at, dur)
+    events = timeline.read().events
+    work = launches(events, 0)
+    longer = _stretched(work, classes(events, work), np.asarray([1.1, 0.9, 1.1, 0.9]))
+    assert (longer.end_ns - longer.start_ns).tolist() == [110_000, 90_000] * 2
+    assert (longer.start_ns[1:] == longer.end_ns[:-1]).all()
+
+
+def test_what_compute_hides_stretches_with_it_and_the_rest_by_its_own_factor(timeline: Any) -> None:
+    timeline.kernel("gemm", 0, 100, stream=7)
+    timeline.kernel("ncclDevKernel_AllReduce", 50, 150, stream=20)
+    events = timeline.read().events
+    work = launches(events, 0)
+    other = _stretched(work, classes(events, work), np.asarray([2.0, 0.5]))
+    assert (other.end_ns - other.start_ns).tolist() == [200_000, 150_000]  # 100 hidden, 50 not
 
 
 def test_of_one_name_it_is_the_mean_over_the_steps_that_count(window: Write) -> None:

@@ -165,7 +165,7 @@ def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -
     if sound.first >= len(marks):
         raise LedgerError(f"{trace.path}: no whole step is left")
     host = Host(events, work, watched=cut is not None)
-    replay = Replay(events, work, host, marks)
+    replay = Replay(events, work, host, marks, sound.first)
     if given.lengths is not None:
         work = given.lengths(events, work)
         if cut is not None:

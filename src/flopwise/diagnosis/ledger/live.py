@@ -45,6 +45,8 @@ STRETCHED_FRAC = 0.10
 #: Unless the profiler explains it: it takes so much an event at most. Source: measured with torch 2.13 on an AMD EPYC,
 #: 0.4 to 1.5 us an event with shapes.
 PROFILER_NS = 3_000
+#: What FLOPs need at the rates of the device, however long they took.
+NEEDED = ("ideal", "precision", "hardware", "ceiling", "clock")
 LINES_OF = {Owner.COMMUNICATION: ("comm_unsplit",), Owner.COPY: ("exposed_copy",)}
 
 
@@ -53,7 +55,6 @@ class Undisturbed:
     """What is known of the steps that nothing disturbed."""
 
     each_s: Sequence[float]  # their lengths
-    step_s_ci95: tuple[float, float] | None
     input_s: float | None  # mean time in which the host waited for a batch
     clocks: Clocks | None = None
     watts: float | None = None
@@ -184,6 +185,8 @@ class _Lines:
             [[step.get(name, 0.0) for name in self.names] for step in taken.tally.lines]
         )
         self.owner = np.asarray([_owner_of(name) for name in self.names])
+        self.needed = np.isin(self.names, NEEDED)
+        self.excess = self.names.index("gemm_excess")
 
     def reconciled(self) -> tuple[list[Line], Idle]:
         """Returns the lines with their 95 % intervals, and how the idle time was told."""
@@ -213,6 +216,9 @@ class _Lines:
             have = values[mine].sum()
             if have > 0:
                 values[mine] *= owned[owner] / have
+                if owner == Owner.COMPUTE:  # it is the time that differs: what FLOPs need does not
+                    values[self.excess] += values[self.needed].sum() - heavy[self.needed].sum()
+                    values[self.needed] = heavy[self.needed]
                 continue
             values[mine] = 0.0
             if owned[owner] > 0:  # the heavy window has none of it

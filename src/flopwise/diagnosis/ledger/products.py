@@ -13,7 +13,7 @@ from flopwise.diagnosis.ledger.peel import SUSTAINED_FRAC
 from flopwise.diagnosis.ledger.scale import runs_on_tf32
 from flopwise.diagnosis.ledger.scene import Called, Scene
 from flopwise.flops.call import ITEM_BYTES, Call
-from flopwise.flops.dtypes import Precision, executed
+from flopwise.flops.dtypes import Precision, executed, real_operations
 from flopwise.flops.table import rule_of
 from flopwise.trace.calls import Tensor, call_of, cost_of, operand_bytes
 
@@ -106,8 +106,8 @@ def _product(scene: Scene, call: Called) -> Product | None:
         return None
     try:
         known = call_of(call.name, call.operands)
-        flops = cost_of(known).needed
         dtype = known.tensor(*rule.operand).dtype
+        flops = cost_of(known).needed * real_operations(dtype, rule.family)
     except (LookupError, ValueError):
         return None
     tf32 = runs_on_tf32(scene.kernels(call))

@@ -65,9 +65,21 @@ class Player(Protocol):
 class Replay:
     """One device's trace, ready to be played again."""
 
-    def __init__(self, events: Events, work: Launches, host: Host, marks: Steps) -> None:
+    def __init__(
+        self, events: Events, work: Launches, host: Host, marks: Steps, first: int | None = None
+    ) -> None:
+        """Reads what depends on what.
+
+        Args:
+            events: of the trace.
+            work: of the device.
+            host: the threads that drive it.
+            marks: its steps.
+            first: number of the first step that counts; None: the first whose begin the trace shows.
+        """
         self.work = work
         self.marks = marks
+        self._first = int(marks.first_from_mark and len(marks) > 1) if first is None else first
         self.stream = events.stream[work.rows]
         self.order = np.argsort(work.start_ns, kind="stable")
         self.launched_ns = _launched(work, self.stream, self.order)
@@ -105,7 +117,7 @@ class Replay:
         return latency, gap, waits
 
     def step_ns(self, change: Change = AS_IT_WAS, host: float = 1.0, loader: float = 1.0) -> float:
-        """Returns the mean step with something removed, over the steps whose begin the trace shows.
+        """Returns the mean step with something removed, over the steps that count.
 
         It is never below what the host needs to issue a step: how far it ran ahead in the trace does not last.
 
@@ -116,7 +128,7 @@ class Replay:
         """
         ends, host_frac = self.play(change, host, loader)
         bounds = [self._bound(float(bound), ends) for bound in self.marks.bounds_ns.tolist()]
-        first = 1 if self.marks.first_from_mark and len(bounds) > 2 else 0
+        first = self._first
         device_ns = (bounds[-1] - bounds[first]) / (len(bounds) - 1 - first)
         if change is AS_IT_WAS and host == loader == 1.0:
             return device_ns

@@ -18,12 +18,13 @@ import numpy.typing as npt
 from flopwise import units
 from flopwise.diagnosis.ledger.scale import Scale, runs_on_tf32
 from flopwise.diagnosis.ledger.tally import Job
-from flopwise.flops.dtypes import Precision, executed
+from flopwise.flops.dtypes import Precision, executed, real_operations
 from flopwise.flops.table import rule_of
 from flopwise.flops.zero import INDEX, is_zero
 from flopwise.records.ledger import Bandwidth, Hot, Spent
 from flopwise.trace import cpu
 from flopwise.trace.calls import call_of, cost_of, operand_bytes
+from flopwise.trace.kernels import is_generated
 from flopwise.trace.kinds import Kind
 from flopwise.trace.ownership import Owner, own
 from flopwise.trace.steps import Steps
@@ -33,7 +34,6 @@ SHOWN = 15
 #: A kernel shorter than so many of the smallest there, and than this, takes the time of a launch rather than of its work.
 #: Source: measured launch latencies of 3 to 8 us on H100 and H200 (flopwise ceilings, `launch_s`).
 LATENCY_TIMES, LATENCY_NS = 2.0, 10_000.0
-_FUSED = re.compile(r"triton_(?!tem_|mm|bmm)")  # what inductor writes, products apart: no FLOPs
 #: Kernels that a product launches beside the one that multiplies: layouts changed back and forth, parts summed up. They have
 #: none of its FLOPs, and what they move is not known. Source: names in cuDNN's and cuBLAS's traces.
 _BESIDE = re.compile(
@@ -132,12 +132,12 @@ def _need(name: str, operands: Operands, tf32: bool, scale: Scale | None) -> _Ne
     nbytes = math.nan if moved is None else float(moved)
     rule = rule_of(name)
     if rule is None:
-        none = 0.0 if is_zero(name) or _FUSED.match(name) else math.nan
+        none = 0.0 if is_zero(name) or is_generated(name) else math.nan
         return _Need(none, none, none, nbytes)
     try:
         call = call_of(name, operands)
-        flops = cost_of(call).needed_causal
         dtype = call.tensor(*rule.operand).dtype
+        flops = cost_of(call).needed_causal * real_operations(dtype, rule.family)
     except (LookupError, ValueError):
         return _Need(nbytes=nbytes)
     kind = executed(dtype, rule.family, Precision(tf32, tf32, tf32, tf32))

@@ -16,7 +16,7 @@ from flopwise.trace.chrome import Trace
 from flopwise.trace.idle import CAUSES
 from flopwise.trace.kinds import Kind
 from flopwise.trace.launches import Launches
-from flopwise.trace.ownership import Owner, own
+from flopwise.trace.ownership import Owner, classes, own
 from flopwise.trace.steps import steps_at
 from flopwise.trace.table import Events, Ints
 
@@ -201,9 +201,31 @@ def as_long_as(
     for number, name in enumerate(events.names):
         if name in own_durations and name in durations_of and own_durations[name][1] > 0:
             factor[number] = durations_of[name][1] / own_durations[name][1]
-    length = (work.end_ns - work.start_ns) * factor[events.name[work.rows]]
-    longer = np.maximum(1, np.rint(length)).astype(np.int64)
-    return dataclasses.replace(work, end_ns=work.start_ns + longer)
+    return _stretched(work, classes(events, work), factor[events.name[work.rows]])
+
+
+def _stretched(work: Launches, kind: npt.NDArray[np.int8], factor: Floats) -> Launches:
+    """Returns work that lasts so many times as long, by a factor for each piece, with what lies between as it was.
+
+    The timeline is stretched as a whole, by the mean factor of those that own it: nothing comes to overlap, or to leave a
+    gap, that did not.
+    """
+    bounds = np.unique(np.concatenate([work.start_ns, work.end_ns]))
+    start, end = np.searchsorted(bounds, work.start_ns), np.searchsorted(bounds, work.end_ns)
+    by = np.ones(max(0, len(bounds) - 1))
+    for owner in sorted(Owner, reverse=True):  # the highest has the last word
+        mine = kind == owner
+        n, total = np.zeros(len(bounds)), np.zeros(len(bounds))
+        for at, sign in ((start[mine], 1.0), (end[mine], -1.0)):
+            np.add.at(n, at, sign)
+            np.add.at(total, at, sign * factor[mine])
+        running = np.cumsum(n)[:-1]
+        by = np.where(running > 0, np.cumsum(total)[:-1] / np.maximum(running, 1), by)
+    later = np.concatenate([[0.0], np.cumsum(np.diff(bounds) * by)])
+    moved = bounds[:1] + np.rint(later).astype(np.int64)
+    return dataclasses.replace(
+        work, start_ns=moved[start], end_ns=np.maximum(moved[start] + 1, moved[end])
+    )
 
 
 def differing_frac(

@@ -33,6 +33,14 @@ def test_steps_that_nothing_disturbed_give_a_gain(job: Any, scene: Any, found_in
     assert finding.predicted_gain_frac == pytest.approx(1 - 17 / 40, abs=0.02)
 
 
+def test_no_more_is_gained_than_the_device_is_idle_for(job: Any, scene: Any, found_in: Any) -> None:
+    job.steps(12, lambda: job.op("aten::mm", 5, HALF, HALF))
+    lines = scene(job).lines
+    lines["idle_launch"] = dataclasses.replace(lines["idle_launch"], share_frac=0.2)
+    finding = found_in(scene(job, profiled=False, lines=lines))["launch-bound"]
+    assert finding.predicted_gain_frac == 0.2  # the rest of its idle time has other causes
+
+
 def test_a_step_that_is_one_graph_is_no_fault(
     job: Any, found: Any, scene: Any, found_in: Any
 ) -> None:

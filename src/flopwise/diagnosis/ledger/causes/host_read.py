@@ -16,7 +16,10 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
     share = scene.share("idle_sync")
     if share < SHOWN_FRAC or scene.host is None:
         return None
-    calls = [one for one in scene.host.blocked if one.cause == SYNC]
+    low, high = scene.window_ns
+    waits = [one for one in scene.host.blocked if one.cause == SYNC]
+    # The profiler itself waits for the device where it ends.
+    calls = [one for one in waits if one.end_ns > low and one.start_ns < high]
     name_of = scene.job.events.name_of
     calling = Counter(name_of(above) for one in calls for above in scene.places.around(one.row)[:1])
     names = [name for name, _ in calling.most_common(2)]
@@ -26,7 +29,7 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
         cause="host-read",
         share_frac=share,
         where=scene.waits(blocks),
-        evidence=f"{len(calls)} calls in the trace waited for the device ({', '.join(names[:4])})",
+        evidence=f"{len(calls) / scene.steps:.3g} calls a step waited for the device ({', '.join(names[:4])})",
         advice="read the loss and metrics every N steps or one step late, copy with non_blocking=True from pinned memory",
         predicted_gain_frac=predict(without(SYNC)),
         certainty=MEASURED,

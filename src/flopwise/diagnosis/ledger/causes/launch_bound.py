@@ -33,6 +33,7 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
     advice = "compile the model, capture the step as a CUDA graph, or use a larger batch"
     if not scene.profiled:
         change = Change(host=0.0, work_ns=lambda _, ns: float(ns + GRAPH_GAP_NS))
+        gain = predict(change)
         return Finding(
             code="L103",
             cause="launch-bound",
@@ -40,7 +41,8 @@ def find(scene: Scene, predict: Predict) -> Finding | None:
             where=[],
             evidence=f"{said}{percent(share)} of the step, without a profiler",
             advice=advice,
-            predicted_gain_frac=predict(change),
+            # What waits for the device or for a batch stays: no more than the device is idle for launches.
+            predicted_gain_frac=None if gain is None else min(gain, share),
             certainty=MEASURED,
         )
     waits = scene.share("idle_input", "idle_sync")
