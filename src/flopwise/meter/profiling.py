@@ -50,6 +50,8 @@ MOST_CALLS = 80_000
 #: 80,000 operators. Closing it takes seven times as much again, and seconds (seen with torch 2.13: 3 kB an operator while
 #: it is recorded, 22 kB and 0.1 ms once it is closed).
 MOST_MEMORY = 0.25e9
+#: Beside a device the driver takes memory of its own meanwhile, and a light window has told how much a step records.
+MOST_BESIDE_A_DEVICE = 1.5e9
 #: A window with stacks is not to write more than this, bytes, by what the heavy one wrote a step.
 MOST_STACKS_BYTES = 100e6
 #: Windows that were cut short, by an evaluation or a new epoch, are opened again so many times.
@@ -180,9 +182,10 @@ class Profiling:
         if self._calls.end():
             self._leave_out_stacks()
         grown = resident_bytes() - window.memory
-        if grown > MOST_MEMORY and len(window.flags) < 2:
+        most = MOST_BESIDE_A_DEVICE if self._on_cuda else MOST_MEMORY
+        if grown > most and len(window.flags) < 2:
             self._end(f"a step has too much to record: {grown / 1e6:.0f} MB")
-        elif grown > MOST_MEMORY or len(window.flags) >= window.lead + window.steps:
+        elif grown > most or len(window.flags) >= window.lead + window.steps:
             self._close(window)
             self._left.pop(0)  # the next one opens at the end of the next step
             if not self._left:
