@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from flopwise.measurement import ledgers
-from flopwise.measurement.ledgers import ledger_or_reason, pack, with_ledger
+from flopwise.measurement.ledgers import _joined, ledger_or_reason, pack, with_ledger
+from flopwise.records.finding import Finding
 from flopwise.records.rank import Profile, ProfiledWindow, RankRecord
 from flopwise.records.run import RunRecord
 from flopwise.summary import Context, summarise
@@ -441,3 +442,18 @@ def test_the_trace_of_a_window_is_one_that_anybody_can_read(go: Go) -> None:
         packed = done.folder / (window["file"] + ".gz")
         events = json.loads(gzip.decompress(packed.read_bytes()))["traceEvents"]
         assert sum("Optimizer.step" in event.get("name", "") for event in events) >= 4
+
+
+def test_of_one_cause_the_ledger_has_the_share_and_the_run_what_to_set() -> None:
+    of_ledger = Finding("L101", "input-wait", 0.3, [], "idle 30 %", "load ahead", None, "measured")
+    of_run = Finding(
+        "D101", "input-wait", 0.4, ["a.py:3"], "no workers", "num_workers=2", 0.4, "measured"
+    )
+    assert _joined(of_ledger, of_run) == Finding(
+        "L101", "input-wait", 0.3, ["a.py:3"], "idle 30 %; no workers", "num_workers=2", 0.3,
+        "measured",
+    )  # fmt: skip
+    assert _joined(of_ledger, None) == of_ledger
+    own = dataclasses.replace(of_ledger, where=["b.py:1"], predicted_gain_frac=0.1)
+    joined = _joined(own, of_run)
+    assert (joined.where, joined.predicted_gain_frac) == (["b.py:1"], 0.1)

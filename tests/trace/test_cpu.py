@@ -42,6 +42,19 @@ def test_an_operator_that_calls_only_views_works(timeline: Any) -> None:
     assert worked(timeline) == {"aten::clamp_min": 30_000, "aten::sum": 15_000}
 
 
+def test_an_operator_that_works_longer_than_what_it_calls_works(timeline: Any) -> None:
+    """A product with a number converts the number first, which torch 2.13 records as operators."""
+    timeline.op("aten::div", 0, 100)
+    timeline.op("aten::to", 5, 6)
+    timeline.op("aten::_to_copy", 6, 4)
+    timeline.op("aten::copy_", 7, 2)
+    timeline.op("aten::layer_norm", 200, 100)  # only calls
+    timeline.op("aten::native_layer_norm", 210, 80)
+    assert worked(timeline) == {
+        "aten::div": 94_000, "aten::copy_": 2_000, "aten::native_layer_norm": 80_000
+    }  # fmt: skip
+
+
 def test_ranges_of_autograd_and_of_users_are_no_work(timeline: Any) -> None:
     timeline.add("user_annotation", "my range", 0, 200)
     timeline.op("autograd::engine::evaluate_function: AddmmBackward0", 10, 100)

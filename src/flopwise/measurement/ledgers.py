@@ -252,12 +252,19 @@ def _merged(record: RunRecord, ledger: LedgerRecord) -> list[Finding]:
 
 
 def _joined(finding: Finding, of_run: Finding | None) -> Finding:
-    """Returns a finding of the ledger with the lines, and the gain, that only the run itself knows."""
+    """Returns a finding of the ledger with what only the run itself knows: lines, how loaders are set, and what to set.
+
+    Its share is the device's, and no gain is more than that, where only the run predicts one.
+    """
     if of_run is None:
         return finding
     gain = finding.predicted_gain_frac
+    if gain is None and of_run.predicted_gain_frac is not None:
+        gain = min(of_run.predicted_gain_frac, finding.share_frac or 0.0)
     return replace(
         finding,
         where=finding.where or of_run.where,
-        predicted_gain_frac=of_run.predicted_gain_frac if gain is None else gain,
+        evidence="; ".join(filter(None, (finding.evidence, of_run.evidence))),
+        advice=of_run.advice or finding.advice,
+        predicted_gain_frac=gain,
     )

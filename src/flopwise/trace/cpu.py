@@ -1,7 +1,8 @@
 """A job on a CPU: its operators are the work, and the threads that run them are the device.
 
 An operator's own time is its range without the operators that it calls. It counts as work where the operator has a formula and
-none that it calls has one, or where it calls none but views; what is left is dispatch and Python.
+none that it calls has one, where it calls none but views, or where it takes longer itself than all that it calls; what is left is
+dispatch and Python.
 """
 
 from __future__ import annotations
@@ -95,6 +96,8 @@ def _works(events: Events, host: Nesting) -> Mask:
     operators = events.kind[host.rows] == Kind.OP
     plain = np.fromiter((name.partition("::")[0] not in _GLUE for name in names), bool, n)
     rule_below, calls_others, in_loader = (np.zeros(n, bool) for _ in range(3))
+    length = host.end_ns - host.start_ns
+    called = np.zeros(n, np.int64)  # how long what it calls itself takes
     loads = np.fromiter((loads_batch(name) for name in names), bool, n)
     parent = host.parent.tolist()
     for i in range(n):  # from the outside inwards
@@ -102,9 +105,12 @@ def _works(events: Events, host: Nesting) -> Mask:
     for i in range(n - 1, -1, -1):  # from the inside outwards
         above = parent[i]
         if above >= 0:
+            called[above] += length[i]
             rule_below[above] |= has_rule[i] or rule_below[i]
             calls_others[above] |= operators[i] and not views[i]
-    leaf = np.where(has_rule, ~rule_below, ~calls_others)
+    # A product with a number converts the number first; what only calls others takes less than they do.
+    more_itself = length - called > called
+    leaf = np.where(has_rule, ~rule_below, ~calls_others | more_itself)
     chosen: Mask = operators & plain & ~views & leaf & ~in_loader
     return chosen
 

@@ -279,6 +279,14 @@ def test_time_without_a_core_has_a_line_and_useful_work_stays_what_flops_need(
     assert (lines["idle_launch"], lines["residual"]) == (240, 10)
     products = sum(lines.get(name, 0.0) for name in ("ideal", "gemm_excess"))
     assert products == pytest.approx(0.8 * 400, abs=0.01)
+    # What is said of kernels and operators agrees with the lines: four fifths of what was recorded.
+    recorded = reconciled(heavy, None, given=given_, device=None)
+    for now, before in zip(record.operators, recorded.operators, strict=True):
+        assert now.s == pytest.approx(0.8 * before.s)
+        assert now.share_frac == pytest.approx(now.s / record.step_s)
+    assert not reconciled(
+        heavy, None, step_s=1.1e-3, given=given_, device=None, preempted=0.2
+    ).trusted
 
 
 @pytest.mark.parametrize(("step_s", "doubted"), [(0.92e-3, False), (0.9e-3, True), (1.2e-3, True)])

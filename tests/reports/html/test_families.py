@@ -21,7 +21,7 @@ def test_the_bar_is_the_step(trace_record: LedgerRecord, parsed: Callable[[str],
     assert sum(float(rect.attributes["width"]) for rect in bar) == pytest.approx(1000, abs=0.01)
     assert [key.text for key in found.all("li")] == [
         "useful work 0.002 ms, 0.22 %", "memory 0.598 ms, 59.8 %", "optimizer 0.100 ms, 10 %",
-        "pipeline: idle and copies 0.300 ms, 30 %",
+        "pipeline: idle, copies, preempted 0.300 ms, 30 %",
     ]  # fmt: skip
     assert "compute 70 %, exposed communication 0 %, exposed copies 0 %, idle 30 %" in found.text
 

@@ -42,6 +42,8 @@ BUSY_FRAC = 1.01
 DIFFERING_FRAC = 0.02
 #: A CPU has no window that disturbs less than the one with operators: so far off, what they took is no measure.
 STRETCHED_FRAC = 0.10
+#: More of a step than this without a core, and the rest of it was not undisturbed either.
+PREEMPTED_FRAC = 0.10
 #: Unless the profiler explains it: it takes so much an event at most. Source: measured with torch 2.13 on an AMD EPYC,
 #: 0.4 to 1.5 us an event with shapes.
 PROFILER_NS = 3_000
@@ -100,11 +102,12 @@ def live_ledger(
         )
     taken = take(heavy.trace, device, given)
     taken_away = 0.0  # the share of an undisturbed step in which the training thread had no core
+    kept = 1.0  # the share of a profiled step in which it had one
     if measured is None:
         measured = _of_lines(taken)
         if heavy.preempted_frac is not None and undisturbed.preempted_frac is not None:
             measured = measured.less(heavy.preempted_frac)
-            taken_away = undisturbed.preempted_frac
+            taken_away, kept = undisturbed.preempted_frac, 1 - heavy.preempted_frac
     elif taken.host is not None:
         before = _differ(measured, taken)
     for window, ran_ns in ((light or heavy, measured.busy_ns), (heavy, taken.tally.kernel_ns)):
@@ -112,7 +115,8 @@ def live_ledger(
             raise build.LedgerError(f"{window.trace.path}: nothing ran in the steps of this window")
     lines, idle = _Lines(taken, measured, undisturbed, taken_away).reconciled()
     recorded = record_of(taken)
-    record = _overlaid(recorded, taken, measured, undisturbed, lines, idle, before)
+    record = _overlaid(recorded, taken, measured, undisturbed, lines, idle, before, kept)
+    taken = _shorter(taken, kept)
     by_name = {line.name: line for line in record.lines}
     scene = Scene(
         taken.job,
@@ -143,6 +147,21 @@ def live_ledger(
         ],
     )
     return dataclasses.replace(record, live=live, findings=findings(scene))
+
+
+def _shorter(taken: Taken, kept: float) -> Taken:
+    """Returns it with work that takes a share of its time: what findings say of it then agrees with the lines."""
+    if kept == 1:
+        return taken
+    work = taken.job.work
+    length = np.maximum(1, np.rint((work.end_ns - work.start_ns) * kept)).astype(np.int64)
+    job = dataclasses.replace(
+        taken.job, work=dataclasses.replace(work, end_ns=work.start_ns + length)
+    )
+    faster = {k: ns * kept for k, ns in taken.tally.faster.items()}
+    return dataclasses.replace(
+        taken, job=job, tally=dataclasses.replace(taken.tally, faster=faster)
+    )
 
 
 def _of_lines(taken: Taken) -> Busy:
@@ -259,6 +278,7 @@ def _overlaid(
     lines: list[Line],
     idle: Idle,
     differing: float | None,
+    kept: float,
 ) -> LedgerRecord:
     """Returns the heavy window's record with the lines of the undisturbed step."""
     step_s = undisturbed.step_s
@@ -270,12 +290,18 @@ def _overlaid(
     mfu = None
     if taken.scale and reason is None and record.model_flops_per_step is not None:
         mfu = record.model_flops_per_step / (step_s * taken.scale.reference_flops_per_s)
-    ratio = step_s and record.step_s / step_s
+    ratio = step_s and kept * record.step_s / step_s
     doubts = [*taken.sound.doubts, *_doubts(by_name, step_s, light, differing)]
     doubts += build.doubts_of(
         by_name, step_s, record.coverage_frac, taken.scale, taken.reason, profiled=False
     )
     notes = [note for note in record.notes if not note.startswith(build.PROFILED)]
+    lost = by_name.get("preempted", 0.0) / step_s
+    if lost > PREEMPTED_FRAC:
+        doubts.append(
+            f"other work had the cores for {lost:.0%} of the step (at most {PREEMPTED_FRAC:.0%}): how long the rest takes "
+            "alone is not sure"
+        )
     if taken.host is None:
         doubt, note = _stretched(taken, light, step_s - by_name.get("preempted", 0.0))
         doubts += doubt
@@ -293,10 +319,14 @@ def _overlaid(
         busy_frac=light.busy_ns * 1e-9 / step_s,
         busy_most_frac=None,
         operators=[
-            dataclasses.replace(one, share_frac=one.share_frac * ratio) for one in record.operators
+            dataclasses.replace(one, s=one.s * kept, share_frac=one.share_frac * ratio)
+            for one in record.operators
         ],
         blocking=[],
-        hot=[dataclasses.replace(one, share_frac=one.share_frac * ratio) for one in record.hot],
+        hot=[
+            dataclasses.replace(one, s=one.s * kept, share_frac=one.share_frac * ratio)
+            for one in record.hot
+        ],
         bandwidth=_over(record.bandwidth, ratio),
         residual_frac=by_name["residual"] / step_s,
         trusted=not doubts,

@@ -16,7 +16,7 @@ WORDS = {
     "recompute": "recompute",
     "optimizer": "optimizer",
     "communication": "communication",
-    "pipeline": "pipeline: idle and copies",
+    "pipeline": "pipeline: idle, copies, preempted",
     "unexplained": "unexplained",
 }
 

@@ -31,6 +31,10 @@ def _facts(record: LedgerRecord) -> str:
     residual = "no undisturbed steps to hold the sum against"
     if record.residual_frac is not None:
         estimated = record.live is not None and "estimates" in record.live.idle_from
-        how = "by construction" if estimated else "against undisturbed steps"
+        how = (
+            "by construction"
+            if estimated and not record.residual_frac
+            else "against undisturbed steps"
+        )
         residual = f"residual {percent(record.residual_frac)} {how}"
     return f"{percent(record.coverage_frac)} of kernel time has a known cost · {residual}"
