@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from torch.autograd import profiler as torch_profiler
 from torch.autograd.profiler import record_function
 from torch.utils.data import DataLoader, TensorDataset
 
-from flopwise.meter import finish, hooks, profiling
+from flopwise.meter import finish, hooks, profiling, recorder
 from flopwise.meter.amounts import PythonCalls
 from flopwise.meter.config import Config, StopTraining
 from flopwise.meter.profiling import MOST_MEMORY
@@ -255,6 +256,150 @@ def test_a_window_that_fills_the_memory_ends_with_what_it_has(
     run.training.run(ENOUGH)
     assert len(run.windows["heavy"].flags) == 4
     assert run.profile.state == "done"
+
+
+def test_a_step_that_alone_fills_the_memory_is_not_written(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = iter([0, *[600_000_000] * 100])
+    monkeypatch.setattr(profiling, "resident_bytes", lambda: next(sizes))
+    run = start()
+    run.training.run(ENOUGH)
+    assert run.profile.state == "none: a step has too much to record: 600 MB"
+    assert not (run.folder / "profile").exists()
+    assert run.session.phase == "done"
+
+
+def test_that_python_calls_too_much_is_said_once(start: Any) -> None:
+    run = start()
+    run.session.profiling._calls = PythonCalls(50)
+    run.training.run(ENOUGH, at={HEAVY_FROM: lambda: [len("") for _ in range(200)]})
+    assert len(run.profile.notes) == 1
+
+
+def test_a_half_written_trace_is_taken_away(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(  # as torch does on a full disk
+        torch_profiler.profile,
+        "export_chrome_trace",
+        lambda _, path: Path(path + ".tmp").write_text("half"),
+    )
+    run = start()
+    run.training.run(ENOUGH)
+    assert run.profile.state == (
+        "none: it failed (OSError: its trace could not be written: the disk may be full)"
+    )
+    assert not list((run.folder / "profile").iterdir())
+
+
+def odd() -> None:
+    return None
+
+
+odd.__code__ = odd.__code__.replace(co_filename="\udcff.py")
+
+
+def test_code_that_has_no_name_is_not_recorded_with_its_stacks(start: Any) -> None:
+    run = start()
+    # Under torch's profiler the call would raise an error, in the script's own code.
+    run.training.run(ENOUGH, at={HEAVY_FROM: odd, STACKS_FROM + 2: odd})
+    assert run.profile.state == "done"
+    assert list(run.windows) == ["heavy"]
+    assert run.profile.notes == [f"the lines of findings are not known: {profiling.NAMELESS}"]
+
+
+@pytest.mark.parametrize("where", ["path", "module", "running"])
+def test_nor_where_a_file_has_no_name(
+    start: Any, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if where == "path":
+        monkeypatch.setattr(sys, "path", [*sys.path, "/\udcff"])
+    if where == "module":
+        module = type(sys)("odd")
+        module.__file__ = "/\udcff.py"
+        monkeypatch.setitem(sys.modules, "odd", module)
+    run = start()
+    run.training.run(TIMED_STEPS - 1)
+    if where == "running":
+        code = compile("run.training.run(1)", "/\udcff.py", "exec")
+        exec(code, {"run": run})
+    run.training.run(ENOUGH)
+    assert list(run.windows) == ["heavy"]
+    assert len(run.profile.notes) == 1
+
+
+def test_to_stop_what_does_not_run_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    profiler = recorder.Recorder(Session(Config()), lambda: None)
+    profiler.start(operators=True, stacks=False)
+    leave = torch_profiler.profile.__exit__
+
+    def failing(self: Any, *args: Any) -> None:
+        leave(self, *args)
+        raise RuntimeError
+
+    monkeypatch.setattr(torch_profiler.profile, "__exit__", failing)
+    with pytest.raises(RuntimeError):
+        profiler.stop(lets_go=False)
+    assert "profiling session" not in capfd.readouterr().err
+    assert not torch.autograd._profiler_enabled()
+
+
+FORKED = """
+import ctypes, os, sys, threading
+from types import SimpleNamespace
+import torch
+from flopwise.meter.recorder import Recorder
+recorder = Recorder(SimpleNamespace(device=torch.device("cpu")), lambda: None)
+recorder.start(operators=True, stacks=False)
+torch.ones(2) + 1
+recorder.stop(lets_go=True)
+for code in (0, 7):
+    child = os.fork()
+    if child == 0:
+        threading.Thread(target=len, args=("",)).start()
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        print("from Python", code)
+        ctypes.CDLL(None).printf(b"from C %d\\n", code)
+        sys.exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+"""
+
+
+def test_a_child_is_not_kept_by_what_another_thread_held() -> None:
+    session = Session(Config())
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with session.profiling._recorder.lock:
+            held.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(30)
+    session.profiling.forget()  # what a child does first
+    session.profiling.leave()  # would wait
+    assert not done.is_set()
+    done.set()
+    thread.join()
+
+
+def test_a_child_that_is_forked_afterwards_ends_with_its_own_code(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.split("\n")[:-1]) == [
+        "from C 0",
+        "from C 7",
+        "from Python 0",
+        "from Python 7",
+    ]
 
 
 def test_nothing_is_profiled_unless_asked_for(start: Any) -> None:
@@ -781,6 +926,22 @@ def test_heavy_windows_are_cut_down_by_what_light_ones_wrote(start: Any) -> None
     inside._recorder.stop(lets_go=False)
     inside._left.clear()
     run.session.detach()
+
+
+@pytest.mark.parametrize(
+    ("each_bytes", "lead", "steps"),
+    [(10_000_000, 2, 2), (30_000_000, 1, 2), (45_000_000, 1, 1), (200_000_000, 1, 1), (0, 2, 2)],
+)
+def test_windows_with_stacks_are_cut_down_by_what_the_heavy_one_wrote(
+    each_bytes: int, lead: int, steps: int
+) -> None:
+    inside = Session(Config()).profiling
+    inside._windows.append(
+        ProfiledWindow("heavy", "", [], [0] * 10, 2, [], 0, bytes=10 * each_bytes)
+    )
+    window = profiling._Window("stacks", 2)
+    inside._cut_down(window)
+    assert (window.lead, window.steps) == (lead, steps)
 
 
 def test_the_identity_of_a_session_outlives_its_process_group() -> None:

@@ -133,6 +133,24 @@ def test_numbers_that_are_none(write: Any) -> None:
     assert len(read(path).events) == 4
 
 
+@pytest.mark.parametrize("bad", ["NaN", "Infinity", "1e308", "-1e308", "9e15", "9" * 30])
+def test_what_is_no_possible_time_is_the_largest_one(write: Any, bad: str) -> None:
+    path = write([*many(3), one(ts=8.125), one(ts=9.0)])
+    path.write_text(path.read_text("utf-8").replace("8.125", bad), "utf-8")
+    assert read(path).events.start_ns.max() == 2**62  # and no warning of numpy's
+
+
+@pytest.mark.parametrize(
+    ("packed", "why"),
+    [(b"", "it is empty"), (gzip.compress(b"{}")[:10], "the compressed data is cut off")],
+)
+def test_files_with_nothing_in_them_say_so(tmp_path: Path, packed: bytes, why: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_bytes(packed)
+    with pytest.raises(TraceError, match=why):
+        read(path)
+
+
 @pytest.mark.parametrize("kept", [0.5, 0.99])
 def test_a_file_that_ends_early(write: Any, kept: float) -> None:
     path = write(many(400))

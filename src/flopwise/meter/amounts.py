@@ -1,10 +1,15 @@
-"""How much a profiler is going to record, or has recorded: Python's calls in a step, and the process's memory."""
+"""What a profiler is going to record, or has recorded: Python's calls in a step, and the process's memory.
+
+Where it records Python's functions, torch's profiler raises an error in the script's own code as soon as that calls a
+function of a file whose name is no text: bytes that Python holds as lone surrogates (seen with torch 2.13).
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from types import FrameType
+from collections.abc import Iterator
+from types import CodeType, FrameType
 
 
 class PythonCalls:
@@ -12,6 +17,7 @@ class PythonCalls:
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self.nameless = False  # a function was called whose name, or file's name, is no text
         self._n = 0
         self._running = False
 
@@ -32,8 +38,40 @@ class PythonCalls:
     def _count(self, frame: FrameType, event: str, arg: object) -> None:
         if event in ("call", "c_call"):
             self._n += 1
+            if event == "call" and not _is_named(frame.f_code):
+                self.nameless = True
             if self._n > self._most or not self._running:
                 sys.setprofile(None)
+
+
+def is_text(name: str) -> bool:
+    """Returns whether a name can be written as UTF-8."""
+    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
+def names_are_text() -> bool:
+    """Returns whether all functions that now run, and all files that are or can be imported, have names that are text."""
+    for frame in sys._current_frames().values():
+        here: FrameType | None = frame
+        while here is not None:
+            if not _is_named(here.f_code):
+                return False
+            here = here.f_back
+    return all(isinstance(name, str) and is_text(name) for name in _files())
+
+
+def _files() -> Iterator[object]:
+    yield from (entry for entry in list(sys.path) if isinstance(entry, str))
+    for module in list(sys.modules.values()):
+        try:
+            inside = object.__getattribute__(module, "__dict__")  # a lazy module stays what it is
+        except AttributeError:
+            continue
+        yield inside.get("__file__") or ""
+
+
+def _is_named(code: CodeType) -> bool:
+    return is_text(code.co_filename) and is_text(code.co_name)
 
 
 def resident_bytes() -> int:

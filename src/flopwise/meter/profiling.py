@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flopwise.meter import agreement, finish
-from flopwise.meter.amounts import PythonCalls, resident_bytes
+from flopwise.meter.amounts import PythonCalls, names_are_text, resident_bytes
 from flopwise.meter.clock import DeviceClock, Stamp
 from flopwise.meter.patches import Patches
 from flopwise.meter.preemption import run_delay_ns
@@ -46,6 +46,11 @@ HEAVIER = 6
 #: Python's functions are recorded where a step calls no more of them than this, and at some 250 bytes a call (seen with
 #: torch 2.13); a step that decodes images in Python calls hundreds of thousands.
 MOST_CALLS = 80_000
+TOO_MANY_CALLS = (
+    f"a step calls more than {MOST_CALLS} Python functions, too many to record with their stacks"
+)
+#: Why it has no stacks where torch's profiler would fail inside of the script's own code.
+NAMELESS = "the name of a function, or of the file that it is in, is no text"
 #: A window that has made the process grow by this ends with what it has, bytes, and if one step did so, without it: some
 #: 80,000 operators. Closing it takes seven times as much again, and seconds (seen with torch 2.13: 3 kB an operator while
 #: it is recorded, 22 kB and 0.1 ms once it is closed).
@@ -149,16 +154,20 @@ class Profiling:
         if not in_main_thread():
             self.end("another thread trains, too")
         elif self._wanted is not None:
-            self._end(self._wanted)
+            self.end(self._wanted)
         else:
             self._safely(self._boundary, started)
 
     def _safely(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls `function`; whatever it raises ends the windows, and the timed steps stand."""
-        try:
-            function(*args)
-        except Exception as error:
-            self._end(f"it failed ({type(error).__name__}: {error})")
+        """Calls `function`; whatever it raises ends the windows, and the timed steps stand.
+
+        Another thread that wants them to end waits meanwhile.
+        """
+        with self._recorder.lock:
+            try:
+                function(*args)
+            except Exception as error:
+                self._end(f"it failed ({type(error).__name__}: {error})")
 
     def _boundary(self, started: int) -> None:
         session = self._session
@@ -180,7 +189,9 @@ class Profiling:
         window.mark()
         window.flags.append(flags & OTHER_THAN_TRAINING)
         if self._calls.end():
-            self._leave_out_stacks()
+            self._leave_out_stacks(TOO_MANY_CALLS)
+        if self._calls.nameless:
+            self._leave_out_stacks(NAMELESS)
         grown = resident_bytes() - window.memory
         most = MOST_BESIDE_A_DEVICE if self._on_cuda else MOST_MEMORY
         if grown > most and len(window.flags) < 2:
@@ -216,12 +227,12 @@ class Profiling:
 
     def end(self, why: str) -> None:
         """Ends it for good, and has the session go on without; the main thread does so where a profiler runs."""
-        if not in_main_thread():
-            with self._recorder.lock:
+        with self._recorder.lock:
+            if not in_main_thread():
                 self._wanted = self._wanted or why
                 if self._recorder.running:
                     return
-        self._end(why)
+            self._end(why)
 
     def _end(self, why: str) -> None:
         self.abandon(why)
@@ -229,8 +240,11 @@ class Profiling:
 
     def abandon(self, why: str) -> None:
         """Ends whatever is under way. What is complete stays."""
-        if self._state != PENDING:
-            return
+        with self._recorder.lock:
+            if self._state == PENDING:
+                self._abandon(why)
+
+    def _abandon(self, why: str) -> None:
         left, self._left = self._left, []
         if self._recorder.running and in_main_thread():
             try:
@@ -304,6 +318,8 @@ class Profiling:
         wanted = ((LIGHT, light), (HEAVY, heavy), (STACKS, stacks))
         self._left = [_Window(kind, steps, lead) for kind, steps in wanted if steps]
         self._left[-1].last = True
+        if not names_are_text():
+            self._leave_out_stacks(NAMELESS)
 
     def _finish_windows(self) -> None:
         if not self._windows:
@@ -346,14 +362,13 @@ class Profiling:
                 window.lead = max(1, min(window.lead, room - window.steps))
                 window.steps = max(1, min(window.steps, room - window.lead))
 
-    def _leave_out_stacks(self) -> None:
-        """Python calls too many functions a step for each of them to be recorded."""
+    def _leave_out_stacks(self, why: str) -> None:
+        """Python's functions cannot be recorded, or not at a bearable cost."""
+        if all(window.kind != STACKS for window in self._left):
+            return
         self._left = [window for window in self._left if window.kind != STACKS]
         self._left[-1].last = True
-        self._notes.append(
-            f"the lines of findings are not known: a step calls more than {MOST_CALLS} Python functions, too many to "
-            "record with their stacks"
-        )
+        self._notes.append(f"the lines of findings are not known: {why}")
 
     def _stop(self, window: _Window, *, lets_go: bool = False) -> Any:
         began = time.perf_counter_ns()

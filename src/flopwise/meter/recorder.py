@@ -48,7 +48,7 @@ class Recorder:
         self._make_way = make_way  # called before the script begins to profile
         self._profile: Any = None
         self._theirs = False  # the script has prepared or started a profiler
-        self._ours = False  # it is being started or stopped by us
+        self._ours = 0  # thread in which it is being started or stopped by us
         self.lock = threading.RLock()  # nobody begins while we do
         self.torn_down: str | None = None  # whether it has let go of the device, in words
         self._scopes: set[int] = set()  # ids of ranges entered while ours ran, and still open
@@ -130,18 +130,24 @@ class Recorder:
 
     def stop(self, *, lets_go: bool) -> Any:
         """Stops it and returns what holds its results; with `lets_go` it gives up its hold on the device, too."""
-        profile, self._profile = self._profile, None
+        profile = self._profile
         with self._as_ours(lets_go=lets_go):
             try:
                 profile.__exit__(None, None, None)
             except BaseException:  # it waits for the device first, which may be lost
                 _stop_by_force()
                 raise
+            finally:
+                self._profile = (
+                    None  # not before: whoever waits for it to have stopped goes on then
+                )
         return profile
 
     def forget(self) -> None:
-        """In a forked child: what the parent has started is not ours."""
+        """In a forked child: what the parent has started is not ours, nor what another thread of it held."""
         self._profile = None
+        self._ours = 0
+        self.lock = threading.RLock()
 
     @property
     def _on_cuda(self) -> bool:
@@ -150,7 +156,7 @@ class Recorder:
     def _beginning(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if not self._ours:
+            if self._ours != threading.get_ident():
                 self._session.guard(self._make_way)
                 self._theirs = True
             return original(*args, **kwargs)
@@ -161,7 +167,7 @@ class Recorder:
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if not self._ours:
+            if self._ours != threading.get_ident():
                 self._theirs = False
             return result
 
@@ -182,11 +188,11 @@ class Recorder:
                 variables["TEARDOWN_CUPTI"] = "1"
         before = {name: os.environ.get(name) for name in variables}
         os.environ.update(variables)
-        self._ours = True
+        self._ours = threading.get_ident()
         try:
             yield
         finally:
-            self._ours = False
+            self._ours = 0
             for name, value in before.items():
                 if value is None:
                     os.environ.pop(name, None)

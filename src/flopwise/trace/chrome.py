@@ -24,6 +24,8 @@ from flopwise.trace.table import ABSENT, Builder, Collective, Events
 #: Microseconds below this are exact to the nanosecond as a float64: its spacing is at most 2^-10 there.
 #: Source: IEEE 754 binary64, 53 bits.
 EXACT_FLOAT_US = 2.0**43
+#: Times are ns in 64 bits, and so are their sums: what is not below this (146 years) is no time.
+LIMIT_NS = 2**62
 MOST_DEVICES = 32767  # what the table's column holds; no host has so many
 Progress = Callable[[int], None]
 
@@ -281,10 +283,9 @@ def _collective(a: Args) -> Collective:
 
 def _ns(us: Sequence[float]) -> npt.NDArray[np.int64]:
     """Returns microseconds as whole nanoseconds; what is no number of a possible size becomes the largest one."""
-    values = np.asarray(us, np.float64) * 1000.0
-    limit = float(2**62)
-    good = np.abs(values) < limit  # false for NaN too
-    return np.where(good, np.rint(np.where(good, values, 0.0)), limit).astype(np.int64)
+    values = np.asarray(us, np.float64)
+    good = np.abs(values) < LIMIT_NS / 1000  # false for NaN too
+    return np.where(good, np.rint(np.where(good, values, 0.0) * 1000.0), LIMIT_NS).astype(np.int64)
 
 
 _STAMP = re.compile(rb'"ts"\s*:\s*(\d+\.\d+)')

@@ -135,11 +135,15 @@ class Pieces:
                 self._at = len(buffer) - len(bare) + 1
                 return bare[1:]
             if not more or len(buffer) > LONGEST_BYTES or (bare and bare[:1] != b"{"):
-                seen = repr(bare[:40].decode("utf-8", "replace")) if bare else "an empty file"
                 raise TraceError(
                     f"{self.path}: not a Chrome trace: no list of events (`traceEvents`) was found; "
-                    f"it begins with {seen}"
+                    f"{self._seen(bare)}"
                 )
+
+    def _seen(self, bare: bytes) -> str:
+        if bare:
+            return f"it begins with {bare[:40].decode('utf-8', 'replace')!r}"
+        return self.damage.ends_early or "it is empty"
 
     def _read(self, file: IO[bytes] | Gunzip) -> bytes:
         try:

@@ -159,14 +159,16 @@ def tallied(
         tokens(job.events) if padding_frac else frozenset(),
     )
     groups = _groups(job)
+    compute = np.array([row for rows in groups for row in rows], np.int64)
+    group = np.repeat(np.arange(len(groups)), [len(rows) for rows in groups])
     for low, high in zip(
         marks.bounds_ns[first:-1].tolist(), marks.bounds_ns[first + 1 :].tolist(), strict=True
     ):
         owned = own(job.work, job.kind, low, high)
         step = _Step(job, tally, owned, known)
-        for rows in groups:
-            if owned.share_ns[rows].sum() > 0:
-                step.add(rows, _inside(job.work, rows, low, high))
+        shares_ns = np.bincount(group, owned.share_ns[compute], len(groups))
+        for rows in (groups[i] for i in np.flatnonzero(shares_ns > 0).tolist()):
+            step.add(rows, _inside(job.work, rows, low, high))
         step.close()
         lines = step.lines
         _correct_clock(lines)
