@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,12 @@ def test_what_is_no_possible_time_is_the_largest_one(write: Any, bad: str) -> No
     path = write([*many(3), one(ts=8.125), one(ts=9.0)])
     path.write_text(path.read_text("utf-8").replace("8.125", bad), "utf-8")
     assert read(path).events.start_ns.max() == 2**62  # and no warning of numpy's
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "t.json")
+    with pytest.raises(TraceError, match="is a pipe"):
+        read(tmp_path / "t.json")
 
 
 @pytest.mark.parametrize(

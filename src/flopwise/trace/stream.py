@@ -282,6 +282,8 @@ class Gunzip:
 def _open(path: Path) -> IO[bytes] | Gunzip:
     """Opens a file, compressed or not, whatever its name says."""
     try:
+        if path.is_fifo():  # it may never be written, and cannot be read twice
+            raise TraceError(f"{path}: is a pipe; write the trace to a file first")
         file = path.open("rb")
         packed = file.read(2) == _GZIP
         file.seek(0)
