@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -184,3 +185,44 @@ def test_progress_of_what_takes_long(
     assert said == ["", r"a\x1b.json: 8 MB read, 2 MB/s ", "a\\x1b.json: 20 MB read, 4 MB/s \n"]
     analyze.Progress("b.json").end()
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_the_trace_is_never_written_over(
+    training: Any, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = training(4).write()
+    before = path.read_bytes()
+    (tmp_path / "link").symlink_to(path)
+    for target in (path, tmp_path / "link"):
+        assert main(["analyze", str(path), option, str(target)]) == 2
+        assert capsys.readouterr().err == (
+            f"flopwise analyze: {option} {target}: that is the trace itself. Nothing was written\n"
+        )
+    assert path.read_bytes() == before
+
+
+def test_two_reports_in_one_file_are_refused(
+    training: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = str(tmp_path / "one")
+    assert main(["analyze", str(training(4).write()), "--json", one, "--html", one]) == 2
+    assert "that is what --json names" in capsys.readouterr().err
+    assert not Path(one).exists()
+
+
+def test_a_pipe_is_written_to_and_a_link_followed(training: Any, tmp_path: Path) -> None:
+    path, pipe, link = training(4).write(), tmp_path / "pipe", tmp_path / "link.json"
+    os.mkfifo(pipe)
+    (tmp_path / "kept.json").write_text("")
+    link.symlink_to(tmp_path / "kept.json")
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert main(["analyze", str(path), "--json", str(pipe)]) == 0
+        assert os.read(reading, 2) == b"{\n"
+    finally:
+        os.close(reading)
+    assert pipe.is_fifo()  # a device would stay one, too
+    assert main(["analyze", str(path), "--json", str(link)]) == 0
+    assert link.is_symlink()
+    assert (tmp_path / "kept.json").stat().st_size > 100

@@ -90,6 +90,15 @@ def test_html_is_written_beside_what_is_printed(tmp_path, capsys):
     assert run(DATA / "cpu.json", "--html", "/dev/null") == 0
 
 
+def test_html_onto_the_record_is_refused(tmp_path):
+    stored = tmp_path / "run.json"
+    stored.write_bytes((DATA / "cpu.json").read_bytes())
+    for given in (tmp_path, stored):
+        with pytest.raises(UsageError, match="that is the record itself"):
+            run(given, "--html", stored)
+    assert stored.read_bytes() == (DATA / "cpu.json").read_bytes()
+
+
 def test_html_of_a_tune_is_refused(tmp_path):
     target = tmp_path / "page.html"
     with pytest.raises(UsageError, match=r"tune\.json: --html draws runs, and this is a tune"):

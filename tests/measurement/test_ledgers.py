@@ -300,6 +300,24 @@ def test_what_is_not_ours_is_not_packed(run: Run, tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("*.gz")]
 
 
+def test_other_files_of_the_run_are_not_packed(run: Run) -> None:
+    (run.folder / "launch.json").write_text("{}")
+    run.change("light", file="launch.json")
+    pack(run.folder, [run.rank])
+    assert (run.folder / "launch.json").read_text() == "{}"
+
+
+def test_a_link_in_the_way_is_not_followed(run: Run, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("theirs")
+    packed = run.path("heavy").with_name("heavy.json.gz")
+    packed.symlink_to(outside)
+    pack(run.folder, [run.rank])
+    assert outside.read_text() == "theirs"
+    assert not packed.is_symlink()
+    assert run.made()[1] is None
+
+
 def test_no_half_packed_trace_is_left(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

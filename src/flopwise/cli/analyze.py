@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flopwise.cli.report import _width
+from flopwise.errors import UsageError
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         TraceError: the file cannot be read, or is no trace.
         LedgerError: it has no work of a device.
         RunFolderError: the ledger or its report cannot be written.
-        UsageError: the peak is no rate.
+        UsageError: the peak is no rate, or what is written would replace the trace.
     """
     from flopwise.diagnosis.ledger.build import Given, ledger
     from flopwise.hardware.accelerators import parse_peak
@@ -63,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from flopwise.trace.chrome import read
 
     peak = parse_peak(args.peak) if args.peak is not None else None
+    _check_targets(args)
     progress = Progress(args.trace.name) if sys.stderr.isatty() else None
     try:
         trace = read(args.trace, progress)
@@ -81,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         write(sys.stdout, store.encode(record))
         return int(partial)
     if args.json is not None:
-        store.write(args.json, record)
+        store.put_text("--json", str(args.json), store.encode(record))
         saved.append(str(args.json))
     seen = look(sys.stdout, width=args.width)
     text = render_ledger(
@@ -89,6 +92,26 @@ def run(args: argparse.Namespace) -> int:
     )
     write(sys.stdout, text)
     return int(partial)
+
+
+def _check_targets(args: argparse.Namespace) -> None:
+    """Checks that nothing is written over the trace, nor twice to one file.
+
+    Raises:
+        UsageError: it would be.
+    """
+    taken = {os.path.realpath(args.trace): "the trace itself"}
+    for option, target in (("--json", args.json), ("--html", args.html)):
+        if target is None or str(target) == "-" or not _is_file_or_new(target):
+            continue
+        path = os.path.realpath(target)
+        if path in taken:
+            raise UsageError(f"{option} {target}: that is {taken[path]}. Nothing was written")
+        taken[path] = f"what {option} names"
+
+
+def _is_file_or_new(target: str | Path) -> bool:
+    return os.path.isfile(target) or not os.path.exists(target)
 
 
 class Progress:

@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(store.encode(record))
         return 0
     if arguments.json is not None:
-        store.write(arguments.json, record)
+        store.put_text("--json", str(arguments.json), store.encode(record))
     match = None
     if record.device_type == "cuda":
         match = accelerators.lookup(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import stat
 import sys
 from pathlib import Path
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         RunFolderError: there is no run at the path, or standard output cannot be written.
         RecordError: the record is damaged, of another version, or of another kind.
-        UsageError: --html of a tune.
+        UsageError: --html of a tune, or onto the record.
     """
     from flopwise.reports.stream import look, write
     from flopwise.reports.terminal import render_run, render_tune
@@ -88,6 +89,9 @@ def _write_page(path: Path, record: run_record.RunRecord | verdict.TuneRecord, h
         raise UsageError(
             f"{path}: --html draws runs, and this is a tune. Give a run.json; nothing was written"
         )
+    stored = path / "run.json" if path.is_dir() else path
+    if os.path.realpath(html) == os.path.realpath(stored):
+        raise UsageError(f"--html {html}: that is the record itself. Nothing was written")
     store.put_text("--html", html, render_html(record))
 
 

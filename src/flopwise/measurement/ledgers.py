@@ -25,6 +25,8 @@ from flopwise.trace.chrome import Trace, read
 from flopwise.trials.interval import mean_interval
 
 PACKED = ".gz"
+#: Where the windows' traces are in a run folder.
+FOLDER = "profile"
 
 
 def with_ledger(record: RunRecord, ledger: LedgerRecord | None, reason: str | None) -> RunRecord:
@@ -126,12 +128,14 @@ def pack(folder: Path, ranks: Sequence[RankRecord]) -> None:
     for rank in ranks:
         for window in rank.profile.windows if rank.profile is not None else ():
             path = _inside(folder, window.file)
-            if path is not None and not (folder / window.file).is_symlink():
+            ours = path is not None and path.parent == (folder / FOLDER).resolve()
+            if path is not None and ours and not (folder / window.file).is_symlink():
                 _compress(path)
 
 
 def _compress(path: Path) -> None:
     packed = path.with_name(path.name + PACKED)
+    packed.unlink(missing_ok=True)  # what a link of this name points to is not ours
     try:
         with open(path, "rb") as plain, gzip.open(packed, "wb", compresslevel=3) as small:
             shutil.copyfileobj(plain, small, 1 << 20)
