@@ -223,7 +223,7 @@ def test_no_window_opens_while_a_range_of_an_earlier_one_is_open(start: Any) -> 
     outside = record_function("all of it")
     run.training.run(3)
     outside.__enter__()  # before any window: no profiler knows of it
-    run.training.run(HEAVY_FROM, {HEAVY_FROM + 3: scope.__enter__})
+    run.training.run(HEAVY_FROM, {HEAVY_FROM + 3: lambda: scope.__enter__()})
     run.training.run(HEAVY + 20)
     assert [window.kind for window in run.profile.windows] == ["heavy"]
     assert run.profile.state == "pending"

@@ -279,7 +279,7 @@ class Measurement:
         ranks = summary.one_per_rank(ranks)
         key = [rank.profile for rank in ranks], record.step_s, context.ceilings
         if self._ledger is None or self._ledger[0] != key:
-            n_bytes = ledgers.heavy_bytes(ranks)
+            n_bytes = ledgers.window_bytes(ranks)
             if n_bytes > SAID_BYTES and not self.quiet:
                 say(f"flopwise: reading {size(n_bytes)} of profiled windows")
             self._ledger = key, *ledgers.ledger_or_reason(record, ranks, self.folder, context)

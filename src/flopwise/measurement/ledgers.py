@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,15 +19,13 @@ from flopwise.hardware.accelerators import Peak
 from flopwise.measurement.counters import contradictions
 from flopwise.records.finding import Finding
 from flopwise.records.ledger import LedgerRecord, Live, Profiled
-from flopwise.records.rank import Profile, ProfiledWindow, RankRecord
+from flopwise.records.rank import PROFILE_FOLDER, Profile, ProfiledWindow, RankRecord
 from flopwise.records.run import RunRecord
 from flopwise.summary.context import Context
 from flopwise.trace.chrome import Trace, read
-from flopwise.trials.interval import mean_interval
+from flopwise.trials.interval import Interval, mean_interval
 
 PACKED = ".gz"
-#: Where the windows' traces are in a run folder.
-FOLDER = "profile"
 
 
 def with_ledger(record: RunRecord, ledger: LedgerRecord | None, reason: str | None) -> RunRecord:
@@ -45,9 +44,8 @@ def ledger_or_reason(
     record: RunRecord, ranks: Sequence[RankRecord], folder: Path, context: Context
 ) -> tuple[LedgerRecord | None, str | None]:
     """Returns the ledger of the first rank, or why there is none."""
-    lead = min(ranks, key=lambda rank: rank.rank)
     try:
-        return ledger_of(record, lead, folder, context), None
+        return ledger_of(record, _first(ranks), folder, context), None
     except (FlopwiseError, OSError) as error:
         return None, str(error)
     except Exception as error:  # a trace that nobody has seen yet must not cost the report
@@ -117,10 +115,14 @@ def _of_one(rank: RankRecord) -> list[str]:
     ]
 
 
-def heavy_bytes(ranks: Sequence[RankRecord]) -> int:
+def window_bytes(ranks: Sequence[RankRecord]) -> int:
     """Returns how many bytes of traces the first rank's ledger is made of."""
-    lead = min(ranks, key=lambda rank: rank.rank)
-    return sum(window.bytes for window in lead.profile.windows) if lead.profile else 0
+    profile = _first(ranks).profile
+    return sum(window.bytes for window in profile.windows) if profile else 0
+
+
+def _first(ranks: Sequence[RankRecord]) -> RankRecord:
+    return min(ranks, key=lambda rank: rank.rank)
 
 
 def pack(folder: Path, ranks: Sequence[RankRecord]) -> None:
@@ -128,7 +130,7 @@ def pack(folder: Path, ranks: Sequence[RankRecord]) -> None:
     for rank in ranks:
         for window in rank.profile.windows if rank.profile is not None else ():
             path = _inside(folder, window.file)
-            ours = path is not None and path.parent == (folder / FOLDER).resolve()
+            ours = path is not None and path.parent == (folder / PROFILE_FOLDER).resolve()
             if path is not None and ours and not (folder / window.file).is_symlink():
                 _compress(path)
 
@@ -219,20 +221,10 @@ def _live(profile: Profile, each_s: Sequence[float]) -> Live:
     if len(profile.after_ns) >= 3:
         after = mean_interval([ns * 1e-9 for ns in profile.after_ns])
         after_s, after_frac = after.mean, after.mean / before.mean - 1
-        bounds = (before.low, before.high, after.low, after.high)
-        if None not in bounds:
-            off = [
-                (b or 0.0) - a.mean
-                for a, b in zip((before, before, after, after), bounds, strict=True)
-            ]
-            wide = (
-                (max(map(abs, off[:2])) / before.mean) ** 2
-                + (max(map(abs, off[2:])) / after.mean) ** 2
-            ) ** 0.5
-            after_ci95 = (
-                after_frac - wide * (1 + after_frac),
-                after_frac + wide * (1 + after_frac),
-            )
+        widths = _width_frac(before), _width_frac(after)
+        if widths[0] is not None and widths[1] is not None:
+            off = math.hypot(widths[0], widths[1]) * (1 + after_frac)
+            after_ci95 = after_frac - off, after_frac + off
     interval = None if before.low is None or before.high is None else (before.low, before.high)
     return Live(
         step_s=before.mean,
@@ -245,6 +237,13 @@ def _live(profile: Profile, each_s: Sequence[float]) -> Live:
         after_ci95=after_ci95,
         torn_down=profile.torn_down,
     )
+
+
+def _width_frac(interval: Interval) -> float | None:
+    """Returns half of an interval, over its mean; None where there is none."""
+    if interval.low is None or interval.high is None:
+        return None
+    return max(interval.high - interval.mean, interval.mean - interval.low) / interval.mean
 
 
 def _merged(record: RunRecord, ledger: LedgerRecord) -> list[Finding]:

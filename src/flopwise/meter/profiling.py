@@ -27,12 +27,11 @@ from flopwise.meter.preemption import run_delay_ns
 from flopwise.meter.recorder import Recorder, in_main_thread
 from flopwise.meter.rows import COMPILED, EPOCH, EVALUATION, SAVE, TIMED, Brief, Row
 from flopwise.meter.trainers import in_backward_pass
-from flopwise.records.rank import Profile, ProfiledWindow
+from flopwise.records.rank import PROFILE_FOLDER, Profile, ProfiledWindow
 
 if TYPE_CHECKING:
     from flopwise.meter.session import Session
 
-FOLDER = "profile"
 PENDING = "pending"
 LIGHT, HEAVY, STACKS, AFTER = "light", "heavy", "stacks", "after"
 #: Nothing but this is training: what else a step held makes it another one.
@@ -129,6 +128,7 @@ class Profiling:
 
     def begin(self) -> None:
         """Opens the first window, once all ranks are ready for it."""
+        self._recorder.follow_scopes(self._session.patches)
         self._safely(self._try_to_agree)
 
     def _why_not(self) -> str | None:
@@ -197,10 +197,7 @@ class Profiling:
         if grown > most and len(window.flags) < 2:
             self._end(f"a step has too much to record: {grown / 1e6:.0f} MB")
         elif grown > most or len(window.flags) >= window.lead + window.steps:
-            self._close(window)
-            self._left.pop(0)  # the next one opens at the end of the next step
-            if not self._left:
-                self._finish_windows()
+            self._finish(window)
 
     def interrupt(self) -> None:
         """Something other than training begins: what was recorded stands, and the window is opened again if need be."""
@@ -218,12 +215,9 @@ class Profiling:
         window = self._left[0]
         window.tries -= 1
         if self._has_enough(window) or window.tries <= 0:
-            self._close(window)
-            self._left.pop(0)
+            self._finish(window)
         else:
             self._stop(window)
-        if not self._left:
-            self._finish_windows()
 
     def end(self, why: str) -> None:
         """Ends it for good, and has the session go on without; the main thread does so where a profiler runs."""
@@ -321,7 +315,12 @@ class Profiling:
         if not names_are_text():
             self._leave_out_stacks(NAMELESS)
 
-    def _finish_windows(self) -> None:
+    def _finish(self, window: _Window) -> None:
+        """Closes a window; the next one opens at the end of the next step."""
+        self._close(window)
+        self._left.pop(0)
+        if self._left:
+            return
         if not self._windows:
             self.end("each was cut short by an evaluation, a save, a new epoch or a forked process")
             return
@@ -385,7 +384,7 @@ class Profiling:
             return
         session = self._session
         rank = finish.identity_of(session)[0]
-        path = Path(session.config.folder or ".") / FOLDER
+        path = Path(session.config.folder or ".") / PROFILE_FOLDER
         path.mkdir(exist_ok=True)
         path /= f"rank{rank}-{os.getpid()}-{window.kind}.json"
         path.unlink(missing_ok=True)
@@ -407,7 +406,7 @@ class Profiling:
         self._windows.append(
             ProfiledWindow(
                 kind=window.kind,
-                file=f"{FOLDER}/{path.name}",
+                file=f"{PROFILE_FOLDER}/{path.name}",
                 marks_ns=window.marks_ns,
                 delays_ns=[] if None in window.delays_ns else [d or 0 for d in window.delays_ns],
                 flags=window.flags,

@@ -64,13 +64,19 @@ class Recorder:
         for name, original in originals.items():
             wrapped = self._ending(original) if name == ENDS else self._beginning(original)
             patches.replace(torch_profiler, name, wrapped, f"torch.autograd.profiler.{name}")
+        self.followed = True
+
+    def follow_scopes(self, patches: Patches) -> None:
+        """Follows from here on, before the first start, which ranges of the script's are open.
+
+        Not earlier: each batch of a loader and each optimizer's step enters one.
+        """
         kind = torch_profiler.record_function
         for name, wrap in (("__enter__", self._entering), ("__exit__", self._leaving)):
             method = getattr(kind, name)
             patches.replace(
                 kind, name, wrap(method), f"torch.autograd.profiler.record_function.{name}"
             )
-        self.followed = True
 
     @property
     def in_scopes(self) -> bool:

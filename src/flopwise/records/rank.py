@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from flopwise.records.surroundings import Surroundings
 
 SCHEMA = "flopwise.rank/1"
+#: Where the traces of profiled windows are in a run folder.
+PROFILE_FOLDER = "profile"
 
 
 @dataclass(frozen=True)
