@@ -12,7 +12,8 @@ import math
 from dataclasses import dataclass
 
 from flopwise.flops.call import Call, Cost, Operand, Shape
-from flopwise.flops.table import rule_of
+from flopwise.flops.dtypes import Precision, executed, real_operations
+from flopwise.flops.table import Rule, rule_of
 from flopwise.flops.zero import POINTWISE
 from flopwise.trace.table import Operands
 
@@ -145,6 +146,22 @@ def cost_of(call: Call) -> Cost:
     if not 0 <= cost.needed < MOST_FLOPS:
         raise ValueError(f"{call.name}: its operands make no sense")
     return cost
+
+
+def execution_of(rule: Rule, call: Call, *, tf32: bool) -> tuple[str | None, int]:
+    """Returns the dtype that a call's products run in, None where they are of integers, and how many real ones each is.
+
+    Args:
+        rule: of the operator.
+        call: with the operand that the rule reads the dtype of.
+        tf32: 32-bit floats are multiplied on TF32 units.
+
+    Raises:
+        LookupError: that operand was not recorded.
+    """
+    dtype = call.tensor(*rule.operand).dtype
+    kind = executed(dtype, rule.family, Precision(tf32, tf32, tf32, tf32))
+    return kind, real_operations(dtype, rule.family)
 
 
 def operand_bytes(name: str, operands: Operands) -> int | None:

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 
 from flopwise.diagnosis.ledger.scale import Scale, runs_on_tf32
 from flopwise.flops.call import Call, Cost
-from flopwise.flops.dtypes import Precision, executed, real_operations
 from flopwise.flops.table import Rule, rule_of
 from flopwise.flops.zero import is_zero
-from flopwise.trace.calls import call_of, cost_of, operand_bytes
+from flopwise.trace.calls import call_of, cost_of, execution_of, operand_bytes
 from flopwise.trace.kernels import is_generated
 from flopwise.trace.table import Operands
 
@@ -106,13 +105,10 @@ def _product(
     part: float,
     padded: float,
 ) -> Peeled:
-    dtype = call.tensor(*rule.operand).dtype
-    tf32 = runs_on_tf32(kernels)
-    kind = executed(dtype, rule.family, Precision(tf32, tf32, tf32, tf32))
+    kind, times = execution_of(rule, call, tf32=runs_on_tf32(kernels))
     if kind is None:  # integers: no FLOPs
         return _memory(operand_bytes(call.name, operands), time_ns, scale, 0.0, part, padded)
-    times = part * real_operations(dtype, rule.family)
-    full, causal = cost.needed * times, cost.needed_causal * times
+    full, causal = cost.needed * part * times, cost.needed_causal * part * times
     padding, real = {"padding": time_ns * padded} if padded else {}, 1 - padded
     if not math.isfinite(scale.reference_flops_per_s):
         lines = {**padding, "gemm_unsplit": time_ns * real}

@@ -13,9 +13,8 @@ from flopwise.diagnosis.ledger.peel import SUSTAINED_FRAC
 from flopwise.diagnosis.ledger.scale import runs_on_tf32
 from flopwise.diagnosis.ledger.scene import Called, Scene
 from flopwise.flops.call import ITEM_BYTES, Call
-from flopwise.flops.dtypes import Precision, executed, real_operations
 from flopwise.flops.table import rule_of
-from flopwise.trace.calls import Tensor, call_of, cost_of, operand_bytes
+from flopwise.trace.calls import Tensor, call_of, cost_of, execution_of, operand_bytes
 
 ALIGNED_BYTES = 16
 #: What 16-bit products reach of the dense peak where rows begin at odd elements, and at even ones. Source: measured on an
@@ -106,12 +105,10 @@ def _product(scene: Scene, call: Called) -> Product | None:
         return None
     try:
         known = call_of(call.name, call.operands)
-        dtype = known.tensor(*rule.operand).dtype
-        flops = cost_of(known).needed * real_operations(dtype, rule.family)
+        kind, times = execution_of(rule, known, tf32=runs_on_tf32(scene.kernels(call)))
+        flops = cost_of(known).needed * times
     except (LookupError, ValueError):
         return None
-    tf32 = runs_on_tf32(scene.kernels(call))
-    kind = executed(dtype, rule.family, Precision(tf32, tf32, tf32, tf32))
     if kind is None or not flops or call.ns <= 0:
         return None
     rows, sizes = _layout(call, known, rule.family)
@@ -119,7 +116,7 @@ def _product(scene: Scene, call: Called) -> Product | None:
         call,
         rule.family,
         kind,
-        ITEM_BYTES.get(dtype, 1),
+        ITEM_BYTES.get(known.tensor(*rule.operand).dtype, 1),
         float(flops),
         operand_bytes(call.name, call.operands),
         rows,

@@ -18,12 +18,11 @@ import numpy.typing as npt
 from flopwise import units
 from flopwise.diagnosis.ledger.scale import Scale, runs_on_tf32
 from flopwise.diagnosis.ledger.tally import Job
-from flopwise.flops.dtypes import Precision, executed, real_operations
 from flopwise.flops.table import rule_of
 from flopwise.flops.zero import INDEX, is_zero
 from flopwise.records.ledger import Bandwidth, Hot, Spent
 from flopwise.trace import cpu
-from flopwise.trace.calls import call_of, cost_of, operand_bytes
+from flopwise.trace.calls import call_of, cost_of, execution_of, operand_bytes
 from flopwise.trace.kernels import is_generated
 from flopwise.trace.kinds import Kind
 from flopwise.trace.ownership import Owner, own
@@ -136,11 +135,10 @@ def _need(name: str, operands: Operands, tf32: bool, scale: Scale | None) -> _Ne
         return _Need(none, none, none, nbytes)
     try:
         call = call_of(name, operands)
-        dtype = call.tensor(*rule.operand).dtype
-        flops = cost_of(call).needed_causal * real_operations(dtype, rule.family)
+        kind, times = execution_of(rule, call, tf32=tf32)
+        flops = cost_of(call).needed_causal * times
     except (LookupError, ValueError):
         return _Need(nbytes=nbytes)
-    kind = executed(dtype, rule.family, Precision(tf32, tf32, tf32, tf32))
     if kind is None or not flops:
         return _Need(0.0, 0.0, 0.0, nbytes)
     if scale is None:
@@ -239,10 +237,9 @@ def _bandwidth_of(scale: Scale | None) -> float:
 
 def _small(job: Job) -> float:
     """Returns below which length a kernel takes the time of its launch; on a CPU nothing does."""
-    length = (job.work.end_ns - job.work.start_ns)[job.kind == Owner.COMPUTE]
-    if job.work.device == cpu.DEVICE or not len(length):
+    if job.work.device == cpu.DEVICE:
         return 0.0
-    return min(LATENCY_TIMES * float(np.quantile(length, 0.01)), LATENCY_NS)
+    return min(LATENCY_TIMES * job.least_ns, LATENCY_NS)
 
 
 def _bandwidth(

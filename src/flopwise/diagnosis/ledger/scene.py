@@ -105,13 +105,6 @@ class Scene:
         return owned
 
     @cached_property
-    def least_ns(self) -> float:
-        """Returns the time of the smallest kernels there: what any takes, however few bytes it moves."""
-        work = self.job.work
-        length = (work.end_ns - work.start_ns)[self.job.kind == Owner.COMPUTE]
-        return float(np.quantile(length, 0.01)) if len(length) else 0.0
-
-    @cached_property
     def calls(self) -> list[Called]:
         """Returns the calls of operators whose compute the steps hold, in the device's order.
 

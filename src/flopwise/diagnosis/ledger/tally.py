@@ -6,6 +6,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,12 @@ class Job:
     alone: npt.NDArray[np.bool_]  # without an operator of its own
     contention: Contention
 
+    @cached_property
+    def least_ns(self) -> float:
+        """Returns the time of the smallest kernels there: what any takes, however few bytes it moves."""
+        length = (self.work.end_ns - self.work.start_ns)[self.kind == Owner.COMPUTE]
+        return float(np.quantile(length, 0.01)) if len(length) else 0.0
+
     @classmethod
     def of_device(cls, events: Events, work: Launches, host: idle.Host) -> Job:
         """Returns the job that a device's work is."""
@@ -152,7 +159,7 @@ def tallied(
     tally = Tally()
     known = _Known(
         scale,
-        _least(job),
+        job.least_ns,
         counted,
         padding_frac or 0.0,
         bool(job.again.any()),
@@ -349,13 +356,6 @@ def _note_16_bit(
     ratio = min(1.0, peeled.in_16_bit_ns / time_ns)
     for row in rows:
         tally.faster[row] = float(work.end_ns[row] - work.start_ns[row]) * ratio
-
-
-def _least(job: Job) -> float:
-    """Returns the time of the smallest kernels there: what any kernel takes."""
-    length = job.work.end_ns - job.work.start_ns
-    compute = (job.kind == Owner.COMPUTE) & (length > 0)
-    return float(np.quantile(length[compute], 0.01)) if compute.any() else 0.0
 
 
 def _groups(job: Job) -> list[list[int]]:

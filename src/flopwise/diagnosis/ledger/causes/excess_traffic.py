@@ -67,7 +67,7 @@ def _floor(scene: Scene, call: Called) -> float | None:
         passes_bytes(call) if known and call.tensors else operand_bytes(call.name, call.operands)
     )
     by_bytes = bytes_ns(moved, scene)
-    return max(by_bytes, scene.least_ns * len(call.work)) if by_bytes is not None else None
+    return max(by_bytes, scene.job.least_ns * len(call.work)) if by_bytes is not None else None
 
 
 def _described(scene: Scene, calls: list[Called]) -> str:
