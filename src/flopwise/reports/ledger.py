@@ -46,15 +46,7 @@ ALWAYS = ("ideal", "residual")
 
 def draw(screen: Screen, record: LedgerRecord, saved: Sequence[str] = ()) -> None:
     """Draws the whole report."""
-    facts: list[Piece] = [
-        f"device {record.device}: {record.device_name or 'not named'}"
-        if record.device >= 0
-        else "CPU",
-        f"{figures.counted(record.steps, 'step')} of {record.steps_in_trace}, ended by the {record.steps_by}",
-    ]
-    if record.rank is not None and record.world_size and record.world_size > 1:
-        facts.append(f"rank {record.rank} of {record.world_size}")
-    screen.heading((f"flopwise analyze {record.trace}", "bold"), facts)
+    screen.heading((f"flopwise analyze {record.trace}", "bold"), facts(record))
     screen.blank()
     _headline(screen, record)
     screen.blank()
@@ -75,16 +67,54 @@ def draw(screen: Screen, record: LedgerRecord, saved: Sequence[str] = ()) -> Non
         screen.flow("saved", list(saved))
 
 
+def facts(record: LedgerRecord) -> list[Piece]:
+    """Returns what a trace's ledger is of: device, steps and rank."""
+    found: list[Piece] = [
+        f"device {record.device}: {record.device_name or 'not named'}"
+        if record.device >= 0
+        else "CPU",
+        f"{figures.counted(record.steps, 'step')} of {record.steps_in_trace}, ended by the {record.steps_by}",
+    ]
+    if record.rank is not None and record.world_size and record.world_size > 1:
+        found.append(f"rank {record.rank} of {record.world_size}")
+    return found
+
+
+def is_by_construction(record: LedgerRecord) -> bool:
+    """Returns whether the residual is 0 because idle time is what the rest leaves, and so tells nothing."""
+    return (
+        record.residual_frac == 0
+        and record.live is not None
+        and "estimates" in record.live.idle_from
+    )
+
+
+def change(live: Live) -> str:
+    """Returns what the steps after the windows take against those before, with its interval; "" where none were timed."""
+    if live.after_frac is None:
+        return ""
+    text = f"{100 * live.after_frac:+.2g} %"
+    if live.after_ci95 is None:
+        return text
+    low, high = (100 * bound for bound in live.after_ci95)
+    return f"{text} ({low:+.2g} to {high:+.2g}, 95 %)"
+
+
+def attached(live: Live) -> list[Piece]:
+    """Returns that the profiler was not taken out, with the reason; nothing where it was, or was left to the user."""
+    if live.torn_down is None or not live.torn_down.startswith("no: "):
+        return []
+    return [f"the profiler stays attached: {live.torn_down.removeprefix('no: ')}"]
+
+
 def draw_live(screen: Screen, record: LedgerRecord) -> None:
     """Draws the part of a run's report that its ledger is: lines, how far they can be trusted, the windows."""
     _lines(screen, record)
     residual = record.residual_frac
     told: list[Piece] = []
     if residual is not None:
-        estimated = (
-            not residual and record.live is not None and "estimates" in record.live.idle_from
-        )
-        told.append(f"residual {percent(residual)}{', by construction' if estimated else ''}")
+        how = ", by construction" if is_by_construction(record) else ""
+        told.append(f"residual {percent(residual)}{how}")
     told.append(f"{percent(record.coverage_frac)} of kernel time has a known cost")
     told.append(f"device busy {percent(record.busy_frac)}")
     verdict: Piece = ("trusted", "bold green") if record.trusted else ("not trusted", WARN)
@@ -111,15 +141,8 @@ def _windows(screen: Screen, live: Live) -> None:
     if live.after_frac is None or live.after_step_s is None:
         screen.flow("", ["the script ended before steps could be timed after them"])
         return
-    after: list[Piece] = [f"afterwards a step takes {figures.duration(live.after_step_s)}"]
-    change = f"{100 * live.after_frac:+.2g} %"
-    if live.after_ci95 is not None:
-        low, high = (100 * bound for bound in live.after_ci95)
-        change += f" ({low:+.2g} to {high:+.2g}, 95 %)"
-    after.append(change)
-    if live.torn_down is not None and live.torn_down.startswith("no: "):
-        after.append(f"the profiler stays attached: {live.torn_down.removeprefix('no: ')}")
-    screen.flow("", after)
+    took = f"afterwards a step takes {figures.duration(live.after_step_s)}"
+    screen.flow("", [took, change(live), *attached(live)])
 
 
 def _headline(screen: Screen, record: LedgerRecord) -> None:

@@ -7,8 +7,9 @@ import math
 import random
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ class Taken:
     properties: dict[str, Any]
     job: Job
     host: Host | None  # None: a job on a CPU
-    replay: Player
+    replay: Callable[[], Player]  # makes what plays its steps again, which takes a while
     marks: Steps
     sound: Soundness
     tally: Tally
@@ -110,20 +111,24 @@ def ledger(trace: Trace, device: int | None = None, given: Given | None = None) 
     """
     taken = take(trace, device, given or Given())
     record = record_of(taken)
-    lines = {line.name: line for line in record.lines}
-    scene = Scene(
+    return dataclasses.replace(record, findings=findings(scene_of(taken, record)))
+
+
+def scene_of(taken: Taken, record: LedgerRecord) -> Scene:
+    """Returns what findings look at: a trace taken apart, and the lines of the record."""
+    return Scene(
         taken.job,
         taken.tally,
         taken.host,
-        taken.replay,
-        lines,
+        taken.replay(),
+        {line.name: line for line in record.lines},
         record.step_s,
         taken.marks,
         first=taken.sound.first,
         scale=taken.scale,
+        profiled=record.profiled,
         padding_frac=taken.given.padding_frac,
     )
-    return dataclasses.replace(record, findings=findings(scene))
 
 
 def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -> Taken:
@@ -165,7 +170,7 @@ def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -
     if sound.first >= len(marks):
         raise LedgerError(f"{trace.path}: no whole step is left")
     host = Host(events, work, watched=cut is not None)
-    replay = Replay(events, work, host, marks, sound.first)
+    replay = partial(Replay, events, work, host, marks, sound.first)
     if given.lengths is not None:
         work = given.lengths(events, work)
         if cut is not None:
@@ -227,7 +232,7 @@ def _take_cpu(trace: Trace, given: Given) -> Taken | None:
         properties={"name": "CPU"},
         job=job,
         host=None,
-        replay=Serial(work, marks, first),
+        replay=partial(Serial, work, marks, first),
         marks=marks,
         sound=Soundness(
             first, notes=["a job on a CPU: what its operators take for themselves is the work"]
@@ -265,9 +270,6 @@ def record_of(taken: Taken) -> LedgerRecord:
     lines = [_line(name, tally, step_s) for name in FAMILIES]
     lines = [_stretched(line) for line in lines if line.s or (scale and line.name == "ideal")]
     by_name = {line.name: line.s for line in lines}
-    families: dict[str, float] = defaultdict(float)
-    for line in lines:
-        families[line.family] += line.s
     coverage = tally.covered_ns / tally.kernel_ns if tally.kernel_ns else 0.0
     mfu_reason = no_mfu(scale, reason, coverage, by_name, step_s)
     mfu = None
@@ -300,7 +302,7 @@ def record_of(taken: Taken) -> LedgerRecord:
         peak_source=scale.source if scale else None,
         coverage_frac=coverage,
         lines=lines,
-        families=dict(families),
+        families=families_of(lines),
         busy_frac=busy / step_s if step_s else 0.0,
         busy_most_frac=most,
         partition=taken.share,
@@ -314,6 +316,14 @@ def record_of(taken: Taken) -> LedgerRecord:
         hot=hot,
         bandwidth=bandwidth,
     )
+
+
+def families_of(lines: Sequence[Line]) -> dict[str, float]:
+    """Returns the seconds a step of each family of lines."""
+    families: dict[str, float] = defaultdict(float)
+    for line in lines:
+        families[line.family] += line.s
+    return dict(families)
 
 
 def no_mfu(

@@ -19,7 +19,6 @@ from flopwise.diagnosis.ledger.build import Given, Taken, record_of, take
 from flopwise.diagnosis.ledger.findings import findings
 from flopwise.diagnosis.ledger.heat import heat
 from flopwise.diagnosis.ledger.reconcile import Idle, block_means, idle_of
-from flopwise.diagnosis.ledger.scene import Scene
 from flopwise.diagnosis.ledger.where import Places
 from flopwise.diagnosis.ledger.windows import (
     Busy,
@@ -32,6 +31,7 @@ from flopwise.diagnosis.ledger.windows import (
 )
 from flopwise.records.ledger import FAMILIES, Bandwidth, LedgerRecord, Line, Live
 from flopwise.records.run import Clocks
+from flopwise.trace.idle import CAUSES
 from flopwise.trace.kinds import Kind
 from flopwise.trace.ownership import Owner
 
@@ -117,20 +117,9 @@ def live_ledger(
     recorded = record_of(taken)
     record = _overlaid(recorded, taken, measured, undisturbed, lines, idle, before, kept)
     taken = _shorter(taken, kept)
-    by_name = {line.name: line for line in record.lines}
-    scene = Scene(
-        taken.job,
-        taken.tally,
-        taken.host,
-        taken.replay,
-        by_name,
-        undisturbed.step_s,
-        taken.marks,
-        first=taken.sound.first,
-        scale=taken.scale,
-        profiled=False,
+    scene = dataclasses.replace(
+        build.scene_of(taken, record),
         stacks=Places(stacks.trace.events) if stacks is not None else None,
-        padding_frac=given.padding_frac,
         clocks=undisturbed.clocks,
         watts=undisturbed.watts,
     )
@@ -169,8 +158,7 @@ def _of_lines(taken: Taken) -> Busy:
     lines = taken.tally.lines
     bounds = taken.marks.bounds_ns[taken.sound.first :]
     idle = {
-        cause: np.asarray([step.get(f"idle_{cause}", 0.0) for step in lines])
-        for cause in ("input", "sync", "launch", "device", "other")
+        cause: np.asarray([step.get(f"idle_{cause}", 0.0) for step in lines]) for cause in CAUSES
     }
     step = np.diff(bounds).astype(float)
     owned = np.zeros((len(lines), len(Owner)))
@@ -283,9 +271,6 @@ def _overlaid(
     """Returns the heavy window's record with the lines of the undisturbed step."""
     step_s = undisturbed.step_s
     by_name = {line.name: line.s for line in lines}
-    families: dict[str, float] = defaultdict(float)
-    for line in lines:
-        families[line.family] += line.s
     reason = build.no_mfu(taken.scale, taken.reason, record.coverage_frac, by_name, step_s)
     mfu = None
     if taken.scale and reason is None and record.model_flops_per_step is not None:
@@ -296,12 +281,6 @@ def _overlaid(
         by_name, step_s, record.coverage_frac, taken.scale, taken.reason, profiled=False
     )
     notes = [note for note in record.notes if not note.startswith(build.PROFILED)]
-    lost = by_name.get("preempted", 0.0) / step_s
-    if lost > PREEMPTED_FRAC:
-        doubts.append(
-            f"other work had the cores for {lost:.0%} of the step (at most {PREEMPTED_FRAC:.0%}): how long the rest takes "
-            "alone is not sure"
-        )
     if taken.host is None:
         doubt, note = _stretched(taken, light, step_s - by_name.get("preempted", 0.0))
         doubts += doubt
@@ -315,7 +294,7 @@ def _overlaid(
         mfu=mfu,
         mfu_reason=reason,
         lines=lines,
-        families=dict(families),
+        families=build.families_of(lines),
         busy_frac=light.busy_ns * 1e-9 / step_s,
         busy_most_frac=None,
         operators=[
@@ -391,6 +370,12 @@ def _doubts(
     if differing is not None and differing > DIFFERING_FRAC:
         found.append(
             f"the windows ran different kernels, {differing:.1%} of their time (at most {DIFFERING_FRAC:.0%})"
+        )
+    lost = lines.get("preempted", 0.0) / step_s
+    if lost > PREEMPTED_FRAC:
+        found.append(
+            f"other work had the cores for {lost:.0%} of the step (at most {PREEMPTED_FRAC:.0%}): how long the rest takes "
+            "alone is not sure"
         )
     return found
 

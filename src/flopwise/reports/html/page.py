@@ -22,6 +22,7 @@ from flopwise.reports.html import (
 )
 from flopwise.reports.html.markup import Html, el, pieces, text, trusted
 from flopwise.reports.html.style import CSS
+from flopwise.reports.ledger import facts
 from flopwise.reports.screen import Piece
 
 #: A page that nothing can be loaded into, and that nothing in it can run.
@@ -60,19 +61,11 @@ def render_html(record: RunRecord) -> str:
 
 def render_ledger_html(record: LedgerRecord) -> str:
     """Returns the report of a trace's ledger as one HTML file."""
-    facts: list[Piece] = [
-        f"device {record.device}: {record.device_name or 'not named'}"
-        if record.device >= 0
-        else "CPU",
-        f"{figures.counted(record.steps, 'step')} of {record.steps_in_trace}, ended by the {record.steps_by}",
-    ]
-    if record.rank is not None and record.world_size and record.world_size > 1:
-        facts.append(f"rank {record.rank} of {record.world_size}")
     title = f"flopwise analyze {record.trace}"
     return _page(
         title,
         [
-            _head(title, facts, []),
+            _head(title, facts(record), []),
             headline.of_ledger(record),
             trust.draw(record),
             *_ledger(record),

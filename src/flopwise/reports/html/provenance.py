@@ -9,6 +9,7 @@ from flopwise.records.run import RunRecord
 from flopwise.reports import figures, run, run_mfu
 from flopwise.reports.figures import percent
 from flopwise.reports.html.markup import MOST, Html, el, pieces
+from flopwise.reports.ledger import attached, change
 from flopwise.reports.screen import Piece
 
 
@@ -106,11 +107,9 @@ def _windows(live: Live) -> Html:
     if live.after_step_s is None:
         after.append("the script ended before steps could be timed after them")
     else:
-        after.append(
-            f"afterwards a step takes {figures.duration(live.after_step_s)}{_change(live)}"
-        )
-    if live.torn_down is not None and live.torn_down.startswith("no: "):
-        after.append(f"the profiler stays attached: {live.torn_down.removeprefix('no: ')}")
+        took = f"afterwards a step takes {figures.duration(live.after_step_s)}"
+        after.append(", ".join(filter(None, (took, change(live)))))
+    after += attached(live)
     return el(
         "div",
         el("h3", "Profiled windows"),
@@ -120,14 +119,3 @@ def _windows(live: Live) -> Html:
         ),
         el("p.dim", pieces(after)),
     )
-
-
-def _change(live: Live) -> str:
-    """Returns what the steps after the windows take against those before, with its interval."""
-    if live.after_frac is None:
-        return ""
-    change = f", {100 * live.after_frac:+.2g} %"
-    if live.after_ci95 is None:
-        return change
-    low, high = (100 * bound for bound in live.after_ci95)
-    return f"{change} ({low:+.2g} to {high:+.2g}, 95 %)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from flopwise.records.ledger import LedgerRecord
 from flopwise.reports.figures import percent
 from flopwise.reports.html.markup import MOST, Html, el
+from flopwise.reports.ledger import is_by_construction
 
 
 def draw(record: LedgerRecord) -> Html:
@@ -30,11 +31,6 @@ def missing(reason: str | None) -> Html:
 def _facts(record: LedgerRecord) -> str:
     residual = "no undisturbed steps to hold the sum against"
     if record.residual_frac is not None:
-        estimated = record.live is not None and "estimates" in record.live.idle_from
-        how = (
-            "by construction"
-            if estimated and not record.residual_frac
-            else "against undisturbed steps"
-        )
+        how = "by construction" if is_by_construction(record) else "against undisturbed steps"
         residual = f"residual {percent(record.residual_frac)} {how}"
     return f"{percent(record.coverage_frac)} of kernel time has a known cost · {residual}"
