@@ -62,9 +62,9 @@ def programs() -> list[Program]:
     return [
         Program("sleep_in_loader", ("idle_input",), ("input-wait",), True, 10),
         Program(
-            "item_each_step", ("idle_sync", "idle_launch"), ("host-read", "metric-read"), False, 10
+            "item_each_step", ("idle_sync", "idle_launch"), ("host-read", "metric-read"), False, 14
         ),
-        Program("tiny_kernels", ("idle_launch", *MEMORY), ("launch-bound",), True, 16, 14.0),
+        Program("tiny_kernels", ("idle_launch", *MEMORY), ("launch-bound",), True, 40, 30.0),
         Program("fp32_matmul", PRODUCTS, ("slow-dtype",)),
         Program("odd_vocabulary", ("gemm_excess",), ("odd-shape",)),
         Program("nchw", ("gemm_excess", "gemm_bytes", *MEMORY), ("nchw-layout",)),
@@ -78,7 +78,7 @@ def programs() -> list[Program]:
         Program("padding", ("padding",), ("padding",), on_cpu=True),
         Program("checkpointing", ("recompute",), ("recompute",), on_cpu=True),
         Program("slow_optimizer", ("optimizer", "idle_launch"), ("unfused-optimizer",)),
-        Program("needless_mask", ("gemm_excess",), ("needless-mask",)),
+        Program("needless_mask", ("ideal", *PRODUCTS), ("needless-mask",)),
         Program("cuda_graph", (), ()),
         Program("cuda_graph_inductor", (), (), flags=("--inductor",), script="cuda_graph"),
     ]

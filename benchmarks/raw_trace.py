@@ -1,16 +1,14 @@
 """How busy a device was, read from a Kineto trace with the standard library alone: no code of flopwise's.
 
-A step is the time from one start to the next of a kernel that runs once a step; which one does not matter, since the
-mean busy time between two starts of anything periodic is that of a step.
+A step is the time from one start to the next of a kernel that runs once a step: the last such kernel of a step, so that
+these steps are those that end with the script's own.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import statistics
 from collections import defaultdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +36,13 @@ def union(spans: list[tuple[float, float]]) -> float:
     return covered
 
 
-def periodic(work: list[tuple[float, float, str]], steps: int, lead: int) -> list[float]:
-    """Returns the starts of the most regular kernel that runs once a step, without the first `lead`; [] if none does."""
+def last_of_steps(work: list[tuple[float, float, str]], steps: int) -> list[float]:
+    """Returns the starts of the kernel that runs once a step and comes last in it; [] if none runs once a step."""
     starts = defaultdict(list)
     for start, _, name in work:
         starts[name].append(start)
-    once = [found[lead:] for found in starts.values() if len(found) == steps and steps - lead > 2]
-    return min(
-        once, key=lambda found: statistics.pstdev(b - a for a, b in pairwise(found)), default=[]
-    )
+    once = [found for found in starts.values() if len(found) == steps]
+    return max(once, key=lambda found: found[-1], default=[])
 
 
 def busy(path: Path, steps: int, lead: int = 0) -> dict[str, Any]:
@@ -57,8 +53,8 @@ def busy(path: Path, steps: int, lead: int = 0) -> dict[str, Any]:
     """
     work = device_work(path)
     for count in (steps, steps - 1, steps + 1):
-        marks = periodic(work, count, lead)
-        if marks:
+        marks = last_of_steps(work, count)[max(0, lead - 1) :]
+        if len(marks) > 1:
             break
     else:
         raise LookupError(f"no kernel in {path.name} runs {steps} times, once a step")

@@ -145,7 +145,8 @@ def test_a_program_without_a_fault_may_not_be_blamed_nor_called_idle(compare):
     ("predicted", "saved", "over", "verdict"),
     [
         (0.25, 0.20, 0.25, "pass"),
-        (0.26, 0.20, 0.30, "FAIL"),
+        (0.26, 0.20, 0.30, "not shown"),  # it may be that 21 % are saved
+        (0.27, 0.20, 0.35, "FAIL"),
         (0.05, 0.40, -0.875, "pass"),
         (0.012, 0.004, 2.0, "pass"),  # 0.2 % of the step is within a quarter of 1 %
         (0.02, -0.01, math.inf, "FAIL"),

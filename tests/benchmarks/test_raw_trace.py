@@ -36,7 +36,7 @@ def test_busy_time_is_that_of_the_union_a_step(raw, tmp_path, ending):
     text = json.dumps(trace()).encode()
     path.write_bytes(gzip.compress(text) if ending.endswith("gz") else text)
     found = raw.busy(path, steps=6, lead=2)
-    assert found == {"busy_s": pytest.approx(70e-6), "step_s": pytest.approx(100e-6), "steps": 3}
+    assert found == {"busy_s": pytest.approx(70e-6), "step_s": pytest.approx(100e-6), "steps": 4}
 
 
 def test_leading_steps_and_a_cut_first_step_do_not_count(raw, tmp_path):
@@ -47,6 +47,15 @@ def test_leading_steps_and_a_cut_first_step_do_not_count(raw, tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps(data))
     assert raw.busy(path, steps=6, lead=1)["busy_s"] == pytest.approx(70e-6)
+
+
+def test_its_steps_end_where_the_scripts_do(raw, tmp_path):
+    # The copy of step 3 is longer by 10; it is the third of the four steps behind the lead.
+    data = trace()
+    copies = [e for e in data["traceEvents"] if e["name"] == "Memcpy HtoD"]
+    copies[2]["dur"] += 10
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    assert raw.busy(tmp_path / "t.json", steps=6, lead=2)["busy_s"] == pytest.approx(72.5e-6)
 
 
 def test_nothing_periodic_is_an_error(raw, tmp_path):

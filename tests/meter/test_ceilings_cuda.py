@@ -64,6 +64,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "_event": Event,
         "SIZES": (64, 128, 256),
         "PAUSE_S": 0.0,
+        "ZEROS_S": 0.01,
         "BURST_S": 0.005,
         "BLOCK_S": 0.005,
         "SUSTAINED_S": 0.2,
@@ -93,6 +94,32 @@ def test_a_dtype_has_its_burst_and_what_it_holds() -> None:
     assert found.throttle == ["sw_power_cap"]
     assert found.power_w is not None
     assert 300 / 5 < found.power_w < 300 / 0.2
+
+
+def test_a_clock_does_what_the_fastest_products_of_zeros_do_at_the_highest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sensors = Sensors()
+    assert ceilings_cuda.gemm("fp32", sensors).flops_per_clock is None  # type: ignore[arg-type]
+    given: list[bool] = []
+    product = ceilings_cuda._product
+
+    def watched(name: str, n: int, layout: str, *, zeros: bool = False) -> Any:
+        given.append(zeros)
+        return product(name, n, layout, zeros=zeros)
+
+    monkeypatch.setattr(ceilings_cuda, "_product", watched)
+    monkeypatch.setattr(sensors, "read_sm_max_mhz", lambda: 1980, raising=False)
+    found = ceilings_cuda.gemm("fp32", sensors)  # type: ignore[arg-type]
+    assert found.flops_per_clock is not None
+    assert 0.1 < found.flops_per_clock * 1980e6 / found.burst_flops_per_s < 10
+    assert sum(given) == 1 + (64, 128, 256).index(int(found.shape.partition("x")[0]))
+
+
+def test_zeros_are_zeros() -> None:
+    call = ceilings_cuda._product("fp32", 8, "nt", zeros=True)
+    assert not call().any()  # type: ignore[attr-defined]
+    assert ceilings_cuda._product("fp32", 8, "nt")().any()  # type: ignore[attr-defined]
 
 
 def test_shapes_that_are_too_large_or_too_slow_are_left_out(

@@ -874,11 +874,11 @@ def test_a_step_takes_part_that_is_marked_by_hand_or_begins_with_a_backward(star
 @pytest.mark.parametrize(
     ("step_s", "plan"),
     [
-        (0.001, "30 8 2 60 2"),
-        (0.05, "20 8 2 30 2"),
-        (0.4, "5 4 2 8 2"),
-        (2.0, "5 4 1 8 1"),
-        (10.0, "3 2 1 4 1"),
+        (0.001, "30 8 2 60 2 32"),  # more leading steps would be too much to record
+        (0.05, "20 8 2 30 2 7"),  # 0.25 s until the device runs as it did
+        (0.4, "5 4 2 8 2 2"),
+        (2.0, "5 4 1 8 1 1"),
+        (10.0, "3 2 1 4 1 1"),
     ],
 )
 def test_windows_are_as_long_as_steps_allow(step_s: float, plan: str) -> None:
@@ -887,7 +887,16 @@ def test_windows_are_as_long_as_steps_allow(step_s: float, plan: str) -> None:
     session.device = torch.device("cuda")
     assert session.profiling._plan() == plan
     session.device = torch.device("cpu")
-    assert session.profiling._plan() == "0 " + plan.partition(" ")[2]
+    light, *rest, _ = plan.split()
+    assert light != "0"
+    assert session.profiling._plan() == " ".join(["0", *rest, rest[-1]])
+    session.profiling._take(plan)
+    leads = {window.kind: window.lead for window in session.profiling._left}
+    assert leads == {
+        "light": int(plan.split()[-1]),
+        "heavy": int(rest[-1]),
+        "stacks": int(rest[-1]),
+    }
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,7 @@ def build(graph: bool, where: Where) -> Arm:
     inductor = graph and INDUCTOR
     net = torch.compile(model, mode="reduce-overhead") if inductor else model
     whole = graph and where.cuda and not inductor
-    capturable = {"capturable": True} if whole else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **capturable)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True, capturable=whole)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)

@@ -3,6 +3,9 @@
 Moves: `idle_sync`. Without the read the host runs ahead and its bookkeeping hides behind the device's work. The read
 lets the device run dry, and everything that the host does until the queue is full again is paid for: that is the line,
 and no longer than the call blocked. A rest may lie in `idle_launch`.
+
+Narrow layers: the step moves bytes more than it multiplies, and draws less than the power limit. At the limit a device that
+waits may run at a higher clock, and the read costs less than the time in which the device waits for it.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ def book(total: float, value: float) -> float:
 def build(fault: bool, where: Where) -> Arm:
     """Returns training that reads the loss at each step, or never."""
     vocab, width, layers, batch, length = (
-        (512, 64, 2, 4, 32) if where.small else (8192, 1024, 8, 16, 1024)
+        (512, 64, 2, 4, 32) if where.small else (4096, 256, 6, 64, 1024)
     )
     model = TokenNet(vocab, width, layers).to(where.device, where.dtype)
     optimizer = adamw(model.parameters())

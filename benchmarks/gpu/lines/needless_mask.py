@@ -1,7 +1,8 @@
 """Attention is given a mask that says nothing: causal, as the flag would say.
 
-Moves: `gemm_excess`. Kernels that take a mask are slower than those that know the causal flag, and compute what the
-mask hides; the mask is read as well.
+Moves: `gemm_excess`, with `ideal` and the lines of the device's limits. Kernels that take a mask are slower than those that
+know the causal flag, and compute what the mask hides; the mask is read as well. What a mask hides cannot be known from
+its shape, so all of these FLOPs count as needed: a part of the fault is in `ideal`, `ceiling` and `clock`.
 """
 
 from __future__ import annotations

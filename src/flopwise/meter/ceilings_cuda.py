@@ -7,6 +7,8 @@ off what is queued.
 from __future__ import annotations
 
 import functools
+import itertools
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from flopwise.records.ceilings import GemmCeiling, HostLink
 
 SIZES = (4096, 8192, 16384)
 LAYOUTS = ("nn", "nt")
+ZEROS_S = 0.15  # in which the clock reaches its highest, and before the power controller lowers it
 BURST_S = 0.06
 PAUSE_S = 0.4  # before a burst, so that clocks and power recover
 SUSTAINED_S = 2.4  # above nvml.MIN_WINDOW_S, so that energy counts
@@ -132,8 +135,10 @@ def _sustained(name: str, best: tuple[float, int, str], device: nvml.Device) -> 
     if telemetry.energy_j is not None and telemetry.window_s:
         watts = telemetry.energy_j / telemetry.window_s
     known = sorted(c for c in clocks[-last:] if c is not None)
+    del call
     return GemmCeiling(
         dtype=name,
+        flops_per_clock=_flops_per_clock(name, n, layout, device),
         burst_flops_per_s=burst_flops_per_s,
         shape=f"{n}x{n}x{n} {layout}",
         sustained_flops_per_s=last * per_block * flops / seconds,
@@ -144,10 +149,43 @@ def _sustained(name: str, best: tuple[float, int, str], device: nvml.Device) -> 
     )
 
 
-def _product(name: str, n: int, layout: str) -> Callable[[], object]:
-    """Returns a call that multiplies two random n x n matrices."""
+def _flops_per_clock(name: str, n: int, layout: str, device: nvml.Device) -> float | None:
+    """Returns the most FLOPs in a period of the highest clock, over sizes up to n; None where that clock is not known.
+
+    A reading of the clock is off by some percent while the power limit moves it (seen on an H200: 1440 MHz read while kernels
+    ran as at 1510). Products of zeros run at the highest clock for tens of milliseconds, with the same kernels and FLOPs; the
+    fastest of them are taken, so that a clock that was lower after all makes this too small, and never too large.
+    """
+    highest_mhz = device.read_sm_max_mhz()
+    if not highest_mhz:
+        return None
+    best = 0.0
+    for size in (one for one in SIZES if one <= n and _fits(name, one)):
+        call = _product(name, size, layout, zeros=True)
+        call()
+        torch.cuda.synchronize()
+        time.sleep(PAUSE_S)
+        marks = [_event()]
+        marks[0].record()
+        end = time.perf_counter() + ZEROS_S
+        while time.perf_counter() < end or len(marks) < 6:
+            call()
+            marks.append(_event())
+            marks[-1].record()
+            if len(marks) > 4:  # a few calls stay queued
+                marks[-4].synchronize()
+        torch.cuda.synchronize()
+        each_s = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+        three_s = min(statistics.fmean(each_s[k : k + 3]) for k in range(len(each_s) - 2))
+        best = max(best, 2 * size**3 / three_s)
+    return best / (highest_mhz * 1e6) or None
+
+
+def _product(name: str, n: int, layout: str, *, zeros: bool = False) -> Callable[[], object]:
+    """Returns a call that multiplies two random n x n matrices, or two of zeros."""
     dtype = _DTYPES[name]
-    a, b = (torch.randn(n, n, device=_DEVICE).to(dtype) for _ in range(2))
+    make = torch.zeros if zeros else torch.randn
+    a, b = (make(n, n, device=_DEVICE).to(dtype) for _ in range(2))
     right = b if layout == "nn" else b.t()
     if name == "fp8":
         one = torch.ones((), device=_DEVICE)

@@ -64,6 +64,11 @@ TRIES = 3
 PATIENCE_S = 60.0
 #: Steps for the profiler's first steps to settle, and for the queue to refill after a window was closed.
 LEAD = 2
+#: A device that has rested while a window was opened runs above its usual clock, then below it, until it is as it was. Source:
+#: kernels of an H200 at its power limit, 0.1 to 0.25 s.
+SETTLE_S = 0.25
+#: At most so many steps for it: those that are shorter than this leaves time for wait for the host.
+SETTLE_STEPS = 30
 
 
 @dataclass
@@ -301,16 +306,18 @@ class Profiling:
         stacks = 2 if step_s < 1 else 1
         after = min(60, max(8, math.ceil(1.5 / step_s))) if step_s < 3 else 4
         lead = LEAD if step_s < 1 else 1
+        settle = min(SETTLE_STEPS, math.ceil(SETTLE_S / step_s)) if step_s < SETTLE_S else 0
         if self._session.device.type == "cpu":
-            light = 0
-        return f"{light} {heavy} {stacks} {after} {lead}"
+            light = settle = 0
+        return f"{light} {heavy} {stacks} {after} {lead} {lead + settle}"
 
     def _take(self, plan: str) -> None:
-        light, heavy, stacks, self._after_steps, lead = map(int, plan.split())
+        light, heavy, stacks, self._after_steps, lead, light_lead = map(int, plan.split())
         if _python_is_traced():  # ours would take the place of the script's own tracer
             stacks = 0
         wanted = ((LIGHT, light), (HEAVY, heavy), (STACKS, stacks))
-        self._left = [_Window(kind, steps, lead) for kind, steps in wanted if steps]
+        leads = {LIGHT: light_lead}
+        self._left = [_Window(kind, n, leads.get(kind, lead)) for kind, n in wanted if n]
         self._left[-1].last = True
         if not names_are_text():
             self._leave_out_stacks(NAMELESS)

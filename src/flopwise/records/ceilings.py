@@ -23,6 +23,9 @@ class GemmCeiling:
     power_w: float | None = None  # mean of the sustained run, from the energy counter
     throttle: list[str] = field(default_factory=list)  # reasons seen in its last third
     note: str | None = None
+    #: FLOPs of the whole device in one period of its highest clock, of products of zeros, which draw so little power that
+    #: the clock stays there for a while; None: not measured.
+    flops_per_clock: float | None = None
 
 
 @dataclass(frozen=True)

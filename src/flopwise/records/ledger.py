@@ -185,7 +185,7 @@ class LedgerRecord:
     trusted: bool
     untrusted_because: list[str]
     notes: list[str] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)  # the largest share first
+    findings: list[Finding] = field(default_factory=list)  # what is worth most first
     busy_most_frac: float | None = None  # with the unusable kernels as long as their usable twins
     live: Live | None = None  # None: a trace that was recorded elsewhere
     heat: Heat | None = None

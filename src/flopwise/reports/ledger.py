@@ -52,7 +52,7 @@ def draw(screen: Screen, record: LedgerRecord, saved: Sequence[str] = ()) -> Non
     screen.blank()
     _lines(screen, record)
     screen.blank()
-    run_findings.findings(screen, record, "largest share first")
+    run_findings.findings(screen, record, "the largest gain first")
     screen.blank()
     _operators(screen, record)
     screen.blank()

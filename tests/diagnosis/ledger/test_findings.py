@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flopwise.diagnosis.ledger.build import LedgerError, ledger
-from flopwise.diagnosis.ledger.findings import CAUSES
+from flopwise.diagnosis.ledger.findings import CAUSES, worth_frac
+from flopwise.records.finding import Finding
 
 ROOT = Path(__file__).parents[3]
 FILES = ROOT / "src" / "flopwise" / "diagnosis" / "ledger" / "causes"
@@ -46,7 +47,19 @@ def test_every_code_is_documented_with_its_cause(page: str) -> None:
     assert rows == sorted(codes_in_source().items())
 
 
-def test_the_largest_share_comes_first(job: Any) -> None:
+def finding(share: float | None, gain: float | None) -> Finding:
+    return Finding("L101", "input-wait", share, [], "", "", gain, "measured")
+
+
+@pytest.mark.parametrize(
+    ("share", "gain", "worth"),
+    [(0.4, 0.1, 0.1), (0.4, 0.0, 0.0), (0.4, None, 0.2), (None, None, 0.0), (None, 0.3, 0.3)],
+)
+def test_what_a_finding_is_worth(share: float | None, gain: float | None, worth: float) -> None:
+    assert worth_frac(finding(share, gain)) == pytest.approx(worth)
+
+
+def test_what_is_worth_most_comes_first(job: Any) -> None:
     def body() -> None:
         job.t.add("user_annotation", LOADER, job.host + 1, 1500)
         job.host += 1502
@@ -55,9 +68,10 @@ def test_the_largest_share_comes_first(job: Any) -> None:
         job.op("aten::mm", 300, WIDE, WIDE, kernel="sgemm")
 
     found = ledger(job.steps(6, body).t.read()).findings
-    shares = [finding.share_frac for finding in found]
+    worth = [worth_frac(finding) for finding in found]
     assert [finding.cause for finding in found] == ["input-wait", "slow-dtype", "exposed-copy"]
-    assert shares == sorted(shares, reverse=True)
+    assert worth == sorted(worth, reverse=True)
+    assert worth[0] > 0.5
 
 
 OPERATORS = [

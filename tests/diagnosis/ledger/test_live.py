@@ -16,8 +16,10 @@ from flopwise.diagnosis.ledger.build import Given, LedgerError
 from flopwise.diagnosis.ledger.live import Undisturbed, live_ledger
 from flopwise.diagnosis.ledger.windows import Window
 from flopwise.hardware.accelerators import Peak
-from flopwise.records.ledger import LedgerRecord, Live
+from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
+from flopwise.records.ledger import LedgerRecord, Line, Live
 from flopwise.records.rank import ProfiledWindow
+from flopwise.records.run import Clocks
 from flopwise.trace.chrome import read
 
 Write = Callable[..., tuple[Path, ProfiledWindow]]
@@ -38,12 +40,13 @@ def reconciled(
     given: Given | None = None,
     device: int | None = 0,
     preempted: float | None = None,
+    clocks: Clocks | None = None,
 ) -> LedgerRecord:
     return live_ledger(
         heavy,
         light,
         None,
-        Undisturbed(each_s or [step_s] * 20, input_s, preempted_frac=preempted),
+        Undisturbed(each_s or [step_s] * 20, input_s, clocks, preempted_frac=preempted),
         LIVE,
         given or Given(),
         device,
@@ -230,6 +233,30 @@ def test_error_bars_hold_the_line_and_are_none_where_nothing_varies(made: Any) -
     residual = next(line for line in varied.lines if line.name == "residual")
     assert residual.ci95[1] - residual.ci95[0] > 1e-6
     sums(varied)
+
+
+def test_a_clock_that_is_kept_below_its_highest_is_not_known_to_the_percent(made: Any) -> None:
+    ceilings = CeilingsRecord(
+        schema="", flopwise="", created="2026-11-30", device_type="cuda", device_name="NVIDIA H200", torch="", cuda=None,
+        driver=None, threads=0, cores=0, wall_s=0.0, gemm=[GemmCeiling("bf16", 792e12, "", flops_per_clock=466_000.0)],
+        copy_bytes_per_s=None, copy_size_bytes=None, dispatch_s=None, launch_s=None, link=None,
+    )  # fmt: skip
+
+    def lines(sm_mhz: float) -> dict[str, Line]:
+        clocks = Clocks(sm_mhz, 1980.0, None, None, None, None, [])
+        record = made(given=Given(ceilings=ceilings, sm_mhz=sm_mhz), clocks=clocks)
+        sums(record)
+        return {line.name: line for line in record.lines}
+
+    found = lines(1500.0)
+    at_stated = 2 * 1024**3 / (466_000 * 1830e6)  # seconds
+    slack = 0.02 * at_stated / (1500 / 1830)
+    clock, excess = found["clock"], found["gemm_excess"]
+    assert clock.s == pytest.approx(at_stated * (1830 / 1500 - 1))
+    assert clock.ci95 == pytest.approx((clock.s - slack, clock.s + slack))
+    assert excess.ci95 == pytest.approx((excess.s - slack, excess.s + slack))
+    found = lines(1980.0)  # nothing keeps it down: it is what is read
+    assert found["clock"].ci95 == pytest.approx((found["clock"].s,) * 2)
 
 
 def test_a_cpus_operators_stand_for_both_windows(window: Write) -> None:

@@ -60,3 +60,19 @@ def test_a_loader_that_took_longer_without_a_profiler(job: Any, scene: Any) -> N
     predict = Predict(scene(job.steps(12, body), step_s=742e-6, profiled=False))
     assert predict.pace == pytest.approx((1.0, 1.4), abs=0.01)
     assert predict(without(INPUT)) == pytest.approx(1 - 110 / 742, abs=0.01)
+
+
+def test_a_window_without_operators_tells_the_hosts_pace(job: Any, scene: Any) -> None:
+    # The device is what takes the time, 30, and any host up to 30 / 40 fits; one was seen to take half
+    made = job.steps(20, lambda: job.op("aten::mm", 20, HALF, HALF))
+    known = Predict(scene(made, step_s=30e-6, profiled=False, host_pace=0.5))
+    assert known.pace == (0.5, 1.0)
+    assert known(Change(work_ns=lambda k, ns: ns / 4)) == pytest.approx(1 - 20 / 30, abs=0.02)
+    unknown = Predict(scene(made, step_s=30e-6, profiled=False))
+    assert unknown(Change(work_ns=lambda k, ns: ns / 4)) == pytest.approx(0, abs=0.02)
+
+
+def test_a_pace_above_all_of_the_time_is_none(job: Any, scene: Any) -> None:
+    made = job.steps(8, lambda: job.op("aten::mm", 300, HALF, HALF))
+    assert Predict(scene(made, host_pace=1.4)).pace == (1.0, 1.0)
+    assert Predict(scene(made, host_pace=0.01)).pace == (0.2, 1.0)  # no host is so fast

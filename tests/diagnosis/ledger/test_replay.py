@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flopwise.diagnosis.ledger.replay import Change, Replay, Serial, without
+from flopwise.diagnosis.ledger.replay import Change, Replay, Serial, at_work_ns, without
 from flopwise.trace import cpu
 from flopwise.trace.idle import INPUT, SYNC, Host
 from flopwise.trace.launches import launches
@@ -207,3 +207,70 @@ def test_only_the_steps_that_count_are_told(timeline: Any) -> None:
     assert Replay(events, work, host, marks, first=3).step_ns() == 200_000
     assert Replay(events, work, host, marks, first=3).step_ns(halved) == 100_000
     assert Replay(events, work, host, marks).step_ns(halved) == 160_000
+
+
+def with_operators(timeline: Any, n: int) -> Any:
+    """n steps of 300: Python for 100, then 20 operators of 10 with a launch at the end of each."""
+    for i in range(n):
+        at = 300.0 * i + 100
+        for k in range(20):
+            timeline.add("cpu_op", "aten::add", at + 10 * k, 8)
+            timeline.kernel("k", at + 10 * k + 8, 1, at=at + 10 * k + 6, took=1)
+        timeline.optimizer(at + 190, 10)
+    return timeline
+
+
+def test_a_faster_host_has_it_from_its_operators(timeline: Any) -> None:
+    replay = replay_of(with_operators(timeline, 12))
+    assert replay.step_ns() == pytest.approx(300_000)
+    # Of the host's 300 a step 80 are spared: all by the operators and launches, none by Python's 100
+    assert replay.step_ns(host=220 / 300) == pytest.approx(220_000, rel=0.02)
+    gaps, _ = replay._host.at(220 / 300, 1.0)
+    python = [gap for gap in gaps if gap > 60_000]
+    assert len(python) == 11
+    assert all(gap == pytest.approx(106_000, abs=6_000) for gap in python)
+    # More than they have: then Python has to be faster, too
+    gaps, launching = replay._host.at(0.25, 1.0)
+    assert sum(gaps) + sum(launching) == pytest.approx(
+        0.25 * sum(map(sum, replay._host.at(1.0, 1.0))), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("pace", [1.5, 1.0, 0.9, 0.5, 0.2])
+def test_a_pace_is_that_of_all_of_the_hosts_time(timeline: Any, pace: float) -> None:
+    replay = replay_of(with_operators(timeline, 5))
+    as_it_was = sum(map(sum, replay._host.at(1.0, 1.0)))
+    assert sum(map(sum, replay._host.at(pace, 1.0))) == pytest.approx(pace * as_it_was, rel=1e-6)
+    assert sum(map(sum, replay._host.at(pace, 0.5))) == pytest.approx(
+        pace * as_it_was / 2, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize(("loader", "at_work_us"), [(0, 40), (500, 40)])
+def test_how_long_the_host_is_at_work(timeline: Any, loader: float, at_work_us: float) -> None:
+    made = looped(timeline, 30, loader=loader, sync=True)
+    events = made.read().events
+    work = launches(events, 0)
+    marks = steps(events, work)
+    # 2 x 10 to launch and 20 of Python: neither the batch nor the wait for the device
+    found = at_work_ns(events, work, Host(events, work), marks, 1)
+    assert found == pytest.approx(1000 * at_work_us, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("call", "step_us"), [("cudaStreamSynchronize", 120), ("cudaEventSynchronize", 100)]
+)
+def test_a_wait_that_found_the_device_done_waits_for_it_when_the_host_is_faster(
+    timeline: Any, call: str, step_us: float
+) -> None:
+    for i in range(40):
+        at = 200.0 * i
+        timeline.add("cpu_op", "aten::add", at, 98)
+        timeline.optimizer(at + 97, 10)
+        timeline.kernel("update", at + 104, 60, at=at + 100, took=3)
+        timeline.add("cpu_op", "aten::sum", at + 104, 84)
+        timeline.call(call, at + 190, 2)
+    replay = replay_of(timeline)
+    assert replay.step_ns() == pytest.approx(200_000)
+    # The device is done 26 before the call, and 20 after it where the host takes half. An event may be of an earlier time
+    assert replay.step_ns(host=0.5) == pytest.approx(1000 * step_us, rel=0.05)

@@ -104,6 +104,17 @@ class TestMeasuredHere:
         eta, phi = scale.limits("fp32")  # only a burst: at the highest clock at most
         assert eta == pytest.approx(53.6 / 1980 / (67 / 1830))
 
+    def test_products_of_zeros_tell_best_what_a_clock_does(self) -> None:
+        zeros = [
+            dataclasses.replace(gemm, flops_per_clock=466_000.0) if gemm.dtype == "bf16" else gemm
+            for gemm in CEILINGS.gemm
+        ]
+        ceilings = dataclasses.replace(CEILINGS, gemm=zeros)
+        scale, _ = scale_of("NVIDIA H200", None, ceilings=ceilings, sm_mhz=1464.0)
+        assert scale is not None
+        assert scale.limits("bf16")[0] == pytest.approx(466_000 * 1830e6 / 989.5e12)
+        assert scale.limits("fp32")[0] == pytest.approx(53.6 / 1980 / (67 / 1830))  # as before
+
     def test_a_boosted_clock_is_above_the_sheets(self) -> None:
         scale, _ = scale_of("NVIDIA H200", None, ceilings=CEILINGS, sm_mhz=1980.0, boost_mhz=1.0)
         assert scale is not None

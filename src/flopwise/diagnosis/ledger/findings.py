@@ -1,4 +1,4 @@
-"""The findings of a ledger: every cause is asked, in a fixed order; the largest share comes first."""
+"""The findings of a ledger: every cause is asked, in a fixed order; what is worth most comes first."""
 
 from __future__ import annotations
 
@@ -47,7 +47,17 @@ CAUSES: tuple[Callable[[Scene, Predict], Finding | None], ...] = (
 
 
 def findings(scene: Scene) -> list[Finding]:
-    """Returns what was found, the largest share first; what has no share comes last."""
+    """Returns what was found, what is worth most first."""
     predict = Predict(scene)
     found = [finding for cause in CAUSES if (finding := cause(scene, predict)) is not None]
-    return sorted(found, key=lambda finding: -(finding.share_frac or 0.0))
+    return sorted(found, key=lambda finding: -worth_frac(finding))
+
+
+def worth_frac(finding: Finding) -> float:
+    """Returns what curing it is expected to save of the step, to put findings in order: the predicted gain.
+
+    Where none can be predicted it is between nothing and the share, and half of the share stands for it.
+    """
+    if finding.predicted_gain_frac is not None:
+        return finding.predicted_gain_frac
+    return (finding.share_frac or 0.0) / 2

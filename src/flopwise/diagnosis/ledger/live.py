@@ -19,6 +19,7 @@ from flopwise.diagnosis.ledger.build import Given, Taken, record_of, take
 from flopwise.diagnosis.ledger.findings import findings
 from flopwise.diagnosis.ledger.heat import heat
 from flopwise.diagnosis.ledger.reconcile import Idle, block_means, idle_of
+from flopwise.diagnosis.ledger.replay import at_work_ns
 from flopwise.diagnosis.ledger.where import Places
 from flopwise.diagnosis.ledger.windows import (
     Busy,
@@ -47,6 +48,9 @@ PREEMPTED_FRAC = 0.10
 #: Unless the profiler explains it: it takes so much an event at most. Source: measured with torch 2.13 on an AMD EPYC,
 #: 0.4 to 1.5 us an event with shapes.
 PROFILER_NS = 3_000
+#: A clock that the device's limits keep moving is read so much too high or too low. Source: the FLOPs a clock of sustained
+#: products on an H200 at its power limit, by reading, over those at its highest clock: 0.982 to 1.001 in five dtypes.
+CLOCK_FRAC = 0.02
 #: What FLOPs need at the rates of the device, however long they took.
 NEEDED = ("ideal", "precision", "hardware", "ceiling", "clock")
 LINES_OF = {Owner.COMMUNICATION: ("comm_unsplit",), Owner.COPY: ("exposed_copy",)}
@@ -122,6 +126,7 @@ def live_ledger(
         stacks=Places(stacks.trace.events) if stacks is not None else None,
         clocks=undisturbed.clocks,
         watts=undisturbed.watts,
+        host_pace=_host_pace(lighter, taken),
     )
     if lighter is not None:
         drawn = heat(lighter.job, lighter.marks, lighter.sound.first)
@@ -151,6 +156,18 @@ def _shorter(taken: Taken, kept: float) -> Taken:
     return dataclasses.replace(
         taken, job=job, tally=dataclasses.replace(taken.tally, faster=faster)
     )
+
+
+def _host_pace(light: Taken | None, heavy: Taken) -> float | None:
+    """Returns how long the host is at work in a step of the light window, over a step of the heavy one; None: not known."""
+    found = [
+        at_work_ns(one.trace.events, one.job.work, one.host, one.marks, one.sound.first)
+        for one in (light, heavy)
+        if one is not None and one.host is not None
+    ]
+    if len(found) < 2 or not found[0] or not found[1]:
+        return None
+    return found[0] / found[1]
 
 
 def _of_lines(taken: Taken) -> Busy:
@@ -183,6 +200,7 @@ class _Lines:
     ) -> None:
         self.light = light
         self.taken_away = taken_away
+        self.phi = _moving_phi(taken, undisturbed.clocks)
         self.each_ns = np.asarray(undisturbed.each_s) * 1e9
         self.input_ns = undisturbed.input_s * 1e9 if undisturbed.input_s is not None else None
         self.names = [
@@ -204,6 +222,8 @@ class _Lines:
         lines = []
         for name, ns in values.items():
             low, high = (float(q) for q in np.quantile(spread[name], (0.025, 0.975)))
+            if self.phi is not None and name in ("clock", "gemm_excess"):
+                low, high = _with_clock(name, low, high, values, self.phi)
             if idle.estimated and name.startswith("idle_"):
                 off = abs(self.light.step_ns - step_ns * (1 - self.taken_away))
                 low, high = max(0.0, min(low, ns - off)), max(high, ns + off)
@@ -250,6 +270,26 @@ class _Lines:
             for name, ns in self._at(heavy, light, step_ns)[0].items():
                 found[name].append(ns)
         return found
+
+
+def _moving_phi(taken: Taken, clocks: Clocks | None) -> float | None:
+    """Returns the clock over the stated one where it is below the highest, None where it is not or neither is known."""
+    phi = taken.scale.phi if taken.scale else None
+    if clocks is None or clocks.sm_mhz is None or clocks.sm_max_mhz is None:
+        return None
+    return phi if clocks.sm_mhz < clocks.sm_max_mhz else None
+
+
+def _with_clock(
+    name: str, low: float, high: float, values: dict[str, float], phi: float
+) -> tuple[float, float]:
+    """Returns the interval of `clock` or of `gemm_excess`, which share what the clock's reading leaves open."""
+    at_stated = values["ideal"] + values["precision"] + values["ceiling"]
+    slack = CLOCK_FRAC * at_stated / phi
+    more = min(
+        slack, max(0.0, values["gemm_excess"])
+    )  # the clock cannot explain more than there is
+    return (low - slack, high + more) if name == "clock" else (low - more, high + slack)
 
 
 def _owner_of(line: str) -> Owner:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
-from flopwise.diagnosis.ledger.replay import AS_IT_WAS, Change
+from flopwise.diagnosis.ledger.replay import AS_IT_WAS, HOST_LEAST, Change
 from flopwise.diagnosis.ledger.scene import SHOWN_FRAC, Scene
 
 #: A replay that does not reproduce the steps this well predicts nothing.
@@ -13,9 +13,8 @@ REPLAY_ERROR_FRAC = 0.02
 #: The steps of a live run's windows may be so far from the undisturbed ones where nothing of the host explains it: then the
 #: gain is that of the window's steps, as a share of them.
 DRIFT_FRAC = 0.10
-#: A host without a profiler takes so much of its time under one, at the least and at the most. Sources: measured on H200s,
-#: 0.4 to 0.9 of it with shapes and stacks recorded; more than 1 where a machine was busier in between.
-HOST_LEAST, HOST_MOST = 0.2, 1.2
+#: A host without a profiler takes at most so much of its time under one: more than all where a machine was busier in between.
+HOST_MOST = 1.2
 #: Loading is no steadier than the machine's other work: twofold between sittings of one kind of machine.
 LOADER_LEAST, LOADER_MOST = 0.3, 3.0
 _HALVINGS = 12
@@ -27,7 +26,8 @@ class Predict:
 
     Steps that nothing disturbed are shorter than the recorded ones where the host is what they wait for. There the replayed
     host is made faster until the steps are as long as the undisturbed ones; of all paces that fit, the slowest, which
-    leaves the least to gain.
+    leaves the least to gain. It is never slower than in a window without operators, where there was one: such a window
+    disturbs the host, too, but less.
     """
 
     def __init__(self, scene: Scene) -> None:
@@ -39,7 +39,7 @@ class Predict:
             return None
         play = self._scene.replay.step_ns
         before = play(AS_IT_WAS, *self.pace)
-        return max(0.0, 1 - play(change, *self.pace) / before)
+        return max(0.0, float(1 - play(change, *self.pace) / before))
 
     def faster(self, ratio: Mapping[int, float]) -> float | None:
         """Returns the gain where pieces of work, by position, take so much of their time; none takes longer than it did."""
@@ -54,19 +54,22 @@ class Predict:
         step_ns, play = self._scene.step_s * 1e9, self._scene.replay.step_ns
         if step_ns <= 0:
             return None
-        if self._near(play()):
-            return 1.0, 1.0
-        host = _fitted(lambda pace: play(AS_IT_WAS, pace), step_ns, HOST_LEAST, HOST_MOST)
+        known = self._scene.host_pace
+        slowest = 1.0 if known is None else min(1.0, max(HOST_LEAST, known))
+        if self._near(play(AS_IT_WAS, slowest)):
+            return slowest, 1.0
+        most = HOST_MOST if slowest == 1 else slowest
+        host = _fitted(lambda pace: play(AS_IT_WAS, pace), step_ns, HOST_LEAST, most)
         loader = _fitted(
-            lambda pace: play(AS_IT_WAS, 1.0, pace), step_ns, LOADER_LEAST, LOADER_MOST
+            lambda pace: play(AS_IT_WAS, slowest, pace), step_ns, LOADER_LEAST, LOADER_MOST
         )
-        fits = [(host, 1.0), (1.0, loader)]
-        if step_ns > play() and self._scene.share("idle_input") >= SHOWN_FRAC:
+        fits = [(host, 1.0), (slowest, loader)]
+        if step_ns > play(AS_IT_WAS, slowest) and self._scene.share("idle_input") >= SHOWN_FRAC:
             fits.reverse()
         exact = next((pace for pace in fits if self._near(play(AS_IT_WAS, *pace))), None)
         if exact is not None or self._scene.profiled:
             return exact
-        nearest = min([(1.0, 1.0), *fits], key=lambda pace: self._off(play(AS_IT_WAS, *pace)))
+        nearest = min([(slowest, 1.0), *fits], key=lambda pace: self._off(play(AS_IT_WAS, *pace)))
         return nearest if self._off(play(AS_IT_WAS, *nearest)) <= DRIFT_FRAC else None
 
     def _near(self, ns: float) -> bool:

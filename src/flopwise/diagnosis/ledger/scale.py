@@ -169,8 +169,11 @@ def _measured(
 def _flops_a_clock(gemm: GemmCeiling, sm_max_mhz: float | None) -> float | None:
     """Returns the most FLOPs a clock that one dtype was measured to do, of the whole device.
 
-    Sustained, the clock was read while it ran. A burst has no reading: it ran at the highest clock at most.
+    Where products of zeros were not measured: sustained, the clock was read while it ran; a burst has no reading, and ran at
+    the highest clock at most.
     """
+    if gemm.flops_per_clock:
+        return gemm.flops_per_clock
     rates = []
     if gemm.sustained_flops_per_s and gemm.sm_mhz_end:
         rates.append(gemm.sustained_flops_per_s / (gemm.sm_mhz_end * MHZ))

@@ -71,6 +71,8 @@ class Scene:
     padding_frac: float | None = None  # of the positions; a trace does not show it
     clocks: Clocks | None = None  # while undisturbed steps ran
     watts: float | None = None  # mean, meanwhile
+    #: How long the host is at work in a step where no operators are recorded, over how long in these recorded steps.
+    host_pace: float | None = None
 
     def share(self, *names: str) -> float:
         """Returns the share of the step that some lines have together."""
