@@ -1,0 +1,71 @@
+"""What one rank's trace comes down to before the ranks meet: small enough to be sent between processes and machines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from flopwise.records.job import Defect
+from flopwise.records.ledger import LedgerRecord
+
+Ints = npt.NDArray[np.int64]
+#: What a rank did between two calls, in ns; each is a column of `Calls.before`.
+PARTS = ("compute", "copy", "input", "sync", "launch", "device", "other")
+
+
+@dataclass(frozen=True, eq=False)
+class Calls:
+    """The collectives and point-to-point calls of one rank in the order of their start on the device.
+
+    Times are ns since 1970 where the trace says when it begins. All columns have one entry a call.
+    """
+
+    start_ns: Ints
+    end_ns: Ints
+    launched_ns: Ints
+    stream: Ints
+    op: list[str]  # "all_reduce"; by its metadata, else by the kernel's name
+    nbytes: Ints  # -1: not recorded
+    dtype: list[str]  # "" where not known
+    group: list[str]
+    group_size: Ints  # -1: not known
+    members: list[tuple[int, ...]]  # of the group; () where not known
+    sequence: Ints  # of the call in its group; -1: not recorded
+    peer: Ints  # of point-to-point calls; -1: none
+    kernel: list[str]
+    labelled: npt.NDArray[np.bool_]  # it has metadata
+    exposed_ns: Ints  # of it, no compute ran
+    step: Ints  # the number of the step that it lies in, -1: in none that counts
+    backward: npt.NDArray[np.bool_]  # launched by the backward pass
+    tensors: list[
+        tuple[int, ...]
+    ]  # what identifies the buffers it works on, where the trace has it; () else
+    #: What this rank did from the end of the call before to the start of this one, shape (n, len(PARTS)), ns.
+    before: Ints
+    place: list[str]  # the user's line, "" where not known
+
+    def __len__(self) -> int:
+        return len(self.start_ns)
+
+
+@dataclass(frozen=True, eq=False)
+class RankSummary:
+    """One rank: its ledger, its calls and what is wrong with its trace."""
+
+    path: str
+    rank: int | None
+    world_size: int | None
+    device: int | None
+    device_name: str | None
+    ledger: LedgerRecord | None
+    reason: str | None  # why there is no ledger
+    bounds_ns: Ints  # of the steps on the device that count, shape (n + 1,)
+    calls: Calls
+    defects: list[Defect]
+    #: By kernel name: how many a step, and their mean duration in ns.
+    kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
+    events: int = 0
+    sm_mhz: float | None = None
+    notes: list[str] = field(default_factory=list)

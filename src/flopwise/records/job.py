@@ -1,0 +1,162 @@
+"""What is said of a whole job from the traces of its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flopwise.records.finding import Finding
+from flopwise.records.ledger import LedgerRecord, Line
+
+SCHEMA = "flopwise.job/1"
+
+#: What can be concluded from the traces of a job, and withheld where a defect would make it wrong.
+CONCLUSIONS = (
+    "ledger",  # of a rank: its lines
+    "mfu",
+    "steps",  # where they begin and end
+    "idle",  # how long and why a device did nothing
+    "overlap",  # what of the communication hides behind compute
+    "matching",  # which calls of the ranks belong together
+    "waits",  # waiting told from transferring
+    "bandwidth",
+    "redundancy",
+    "stragglers",
+)
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One thing that is wrong with the traces of a job."""
+
+    code: str  # "H101"; the list is in docs/health.md
+    defect: str  # "missing-kernels"
+    rank: int | None  # None: of all ranks, or of a file whose rank is not known
+    path: str | None
+    count: int  # events, calls or files
+    share_frac: float | None  # of them that are so; None: a share says nothing here
+    evidence: str  # what was seen, with its numbers
+    withholds: list[str]  # of CONCLUSIONS; empty: it is said, and changes nothing
+
+
+@dataclass(frozen=True)
+class Health:
+    """Whether the traces can be believed: what was looked for, what was found, what is withheld."""
+
+    clean: bool  # no defect withholds anything
+    checked: list[str]  # what was looked for, in words
+    defects: list[Defect]  # those that withhold most first
+    withheld: dict[
+        str, list[str]
+    ]  # conclusion -> codes of the defects that withhold it for the whole job
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One rank of a job."""
+
+    rank: int
+    path: str
+    device_name: str | None
+    step_s: float | None
+    steps: int
+    ledger: LedgerRecord | None  # None: withheld, or there is none
+    ledger_reason: str | None  # why there is none
+    calls: int  # collectives and point-to-point calls on the device
+    matched: int  # of them, on all ranks of their group
+    communication_s: float | None  # a step, exposed or not
+    exposed_s: float | None  # a step
+    wait_s: float | None  # a step, of communication_s; None: withheld
+    clock_offset_s: float | None  # of its clock to that of the first rank
+    clock_error_s: float | None  # of that
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CollectiveKind:
+    """The calls of one operation, size and group, over all ranks that were read."""
+
+    op: str  # "all_reduce"
+    group: str  # its name; "" where the trace has none
+    group_size: int | None
+    ranks: list[int] | None
+    dtype: str | None
+    nbytes: int | None  # that one rank gives, or gets, whichever is more; None: not recorded
+    calls: float  # a step and rank
+    s: float  # a step and rank, mean
+    wait_s: float | None  # of it
+    transfer_s: float | None
+    exposed_s: float | None
+    algorithm_bytes_per_s: float | None  # nbytes over the transfer time
+    bus_bytes_per_s: (
+        float | None
+    )  # times what the operation costs a link: 2 (n - 1) / n of an all-reduce
+    of_link_frac: float | None  # bus bandwidth over what the link can do
+    kernels: list[str] = field(default_factory=list)
+    redundant: str | None = None  # why it moves nothing new, where it does not
+
+
+@dataclass(frozen=True)
+class Links:
+    """The use of the link between the devices, averaged over steps and ranks."""
+
+    name: str | None  # "NVLink 4"; None: not known
+    bytes_per_s: float | None  # in one direction of one device, by its data sheet
+    source: str | None
+    step_average_frac: float | None  # bus bytes over the step, over that
+    in_collectives_frac: float | None  # bus bytes over transfer time, over that
+    reason: str | None  # why a figure is not there
+
+
+@dataclass(frozen=True)
+class Redundant:
+    """Traffic that moves nothing new."""
+
+    kind: str  # "accumulation" | "repeated" | "buffers" | "wide-gradients"
+    nbytes: float  # a step and rank
+    frac: float  # of all bytes
+    s: float  # a step and rank: the transfer time of these calls
+    exposed_s: float | None
+    calls: float  # a step and rank
+    evidence: str
+    advice: str
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank for which the others wait."""
+
+    rank: int
+    caused_s: float  # a step: how much later the others went on since it came last, mean over its group's other ranks
+    ci95: tuple[float, float] | None
+    share_frac: float  # of all waiting that any rank caused
+    last_frac: float  # how often it was the last, of all matched calls: not what counts
+    reason: str  # "host" | "input" | "kernels" | "clock" | "work" | "communication" | "not known"
+    reasons_s: dict[str, float]  # caused_s by reason
+    evidence: str
+    where: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """A job, by the traces of its ranks."""
+
+    schema: str
+    flopwise: str
+    sources: list[str]  # the files that were read
+    world_size: int | None
+    device_name: str | None
+    step_s: float | None  # mean over ranks
+    steps: int  # that all ranks have
+    ranks: list[RankRecord]  # by rank
+    lines: list[Line]  # of the job: mean over ranks, line by line
+    families: dict[str, float]
+    lines_reason: str | None
+    health: Health
+    collectives: list[CollectiveKind]  # the longest first
+    links: Links
+    redundant: list[Redundant]
+    redundant_bytes_frac: float | None  # None: withheld, or nothing moves
+    stragglers: list[Straggler]  # the most costly first
+    stragglers_reason: str | None  # why none is named
+    findings: list[Finding]
+    notes: list[str] = field(default_factory=list)
