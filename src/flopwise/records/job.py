@@ -126,12 +126,15 @@ class Straggler:
     """A rank for which the others wait."""
 
     rank: int
-    caused_s: float  # a step: how much later the others went on since it came last, mean over its group's other ranks
-    ci95: tuple[float, float] | None
+    #: How long the ranks of its groups waited in the calls to which it came last: mean over these ranks, itself with 0, and summed
+    #: over all matched calls of the traces. Over ranks it sums to the job's mean wait.
+    caused_s: float
+    ci95: tuple[float, float] | None  # of it
+    per_step_s: float  # the same a step
     share_frac: float  # of all waiting that any rank caused
     last_frac: float  # how often it was the last, of all matched calls: not what counts
     reason: str  # "host" | "input" | "kernels" | "clock" | "work" | "communication" | "not known"
-    reasons_s: dict[str, float]  # caused_s by reason
+    reasons_s: dict[str, float]  # caused_s by reason, as far as it has one
     evidence: str
     where: list[str] = field(default_factory=list)
 

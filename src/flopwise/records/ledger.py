@@ -24,6 +24,8 @@ FAMILIES = {
     "memory_bound": "memory",
     "memory_excess": "memory",
     "memory_unsplit": "memory",
+    "comm_transfer": "communication",  # of a job: several ranks tell it from waiting
+    "comm_wait": "communication",
     "comm_unsplit": "communication",
     "contention": "communication",
     "exposed_copy": "pipeline",

@@ -37,8 +37,13 @@ class Calls:
     kernel: list[str]
     labelled: npt.NDArray[np.bool_]  # it has metadata
     exposed_ns: Ints  # of it, no compute ran
+    #: Where compute ran meanwhile: all stretches of all calls one after the other, ns from the call's start, shape (m, 2); those of
+    #: call i are [covered_from[i], covered_from[i + 1]), shape (n + 1,).
+    covered: Ints
+    covered_from: Ints
     step: Ints  # the number of the step that it lies in, -1: in none that counts
-    backward: npt.NDArray[np.bool_]  # launched by the backward pass
+    backward: npt.NDArray[np.bool_]  # launched by a backward pass
+    backward_pass: Ints  # its number in the trace; -1: by none
     tensors: list[
         tuple[int, ...]
     ]  # what identifies the buffers it works on, where the trace has it; () else

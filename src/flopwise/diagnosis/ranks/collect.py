@@ -1,0 +1,238 @@
+"""The stage of one rank: its trace is read, its ledger made, its calls gathered. Ranks do not know each other here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from flopwise.diagnosis.ledger.build import Given, LedgerError, Taken, record_of, scene_of, take
+from flopwise.diagnosis.ledger.findings import findings
+from flopwise.diagnosis.ledger.where import Places
+from flopwise.diagnosis.ledger.windows import durations
+from flopwise.diagnosis.ranks.summary import PARTS, Calls, RankSummary
+from flopwise.records.job import Defect
+from flopwise.trace.chrome import Progress, Trace, read
+from flopwise.trace.collectives import Moved, moved
+from flopwise.trace.idle import CAUSES
+from flopwise.trace.intervals import Spans, covered, subtract, union
+from flopwise.trace.kinds import Kind
+from flopwise.trace.ownership import Owner, own
+from flopwise.trace.table import Events
+
+Ints = npt.NDArray[np.int64]
+#: How autograd's engine names what it runs. Source: torch/csrc/autograd/engine.cpp, `evaluate_function`.
+ENGINE = "autograd::engine::evaluate_function"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is asked of a rank's trace."""
+
+    path: str
+    rank: int | None = (
+        None  # that the file's name or its order says; the file's own word comes first
+    )
+    device: int | None = None
+    given: Given | None = None
+
+
+def summarise(wanted: Wanted, progress: Progress | None = None) -> RankSummary:
+    """Returns what one rank's trace comes down to.
+
+    Raises:
+        TraceError: the file cannot be read, or is no trace.
+    """
+    return summary_of(read(Path(wanted.path), progress), wanted)
+
+
+def summary_of(trace: Trace, wanted: Wanted) -> RankSummary:
+    """Returns what one rank's trace comes down to, where there is no work of a device with the reason and no calls."""
+    distributed = trace.header.get("distributedInfo")
+    said = distributed if isinstance(distributed, dict) else {}
+    rank, world_size = _whole(said.get("rank")), _whole(said.get("world_size"))
+    try:
+        taken = take(trace, wanted.device, wanted.given or Given())
+    except LedgerError as error:
+        return RankSummary(
+            path=wanted.path,
+            rank=wanted.rank if rank is None else rank,
+            world_size=world_size,
+            device=None,
+            device_name=None,
+            ledger=None,
+            reason=str(error),
+            bounds_ns=np.zeros(0, np.int64),
+            calls=no_calls(),
+            defects=[],
+            events=len(trace.events),
+        )
+    record = record_of(taken)
+    scene = scene_of(taken, record)
+    record.findings.extend(findings(scene))
+    base = trace.header.get("baseTimeNanoseconds")
+    base_ns = base if isinstance(base, int) and not isinstance(base, bool) else 0
+    first = taken.sound.first
+    bounds = taken.marks.bounds_ns[first:]
+    defects: list[Defect] = []
+    return RankSummary(
+        path=wanted.path,
+        rank=wanted.rank if rank is None else rank,
+        world_size=world_size,
+        device=taken.device,
+        device_name=record.device_name,
+        ledger=record,
+        reason=None,
+        bounds_ns=bounds + base_ns,
+        calls=calls_of(taken, base_ns),
+        defects=defects,
+        kernels=durations(
+            taken.job.events, taken.job.work, int(bounds[0]), int(bounds[-1]), len(bounds) - 1
+        ),
+        events=len(trace.events),
+    )
+
+
+def _whole(value: object) -> int | None:
+    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+    return value if good and isinstance(value, int) else None
+
+
+def no_calls() -> Calls:
+    """Returns a rank's calls where there are none."""
+    none = np.zeros(0, np.int64)
+    return Calls(
+        none, none, none, none, [], none, [], [], none, [], none, none, [], np.zeros(0, bool),
+        none, np.zeros((0, 2), np.int64), np.zeros(1, np.int64), none, np.zeros(0, bool), none, [],
+        np.zeros((0, len(PARTS)), np.int64), [],
+    )  # fmt: skip
+
+
+def calls_of(taken: Taken, base_ns: int) -> Calls:
+    """Returns the collectives and point-to-point calls of a device in the order of their start."""
+    job, events = taken.job, taken.trace.events
+    work = job.work
+    at = np.flatnonzero((job.kind == Owner.COMMUNICATION) & (events.kind[work.rows] == Kind.KERNEL))
+    if not len(at):
+        return no_calls()
+    rows, start, end = work.rows[at], work.start_ns[at], work.end_ns[at]
+    words: list[Moved] = []
+    labelled = np.zeros(len(at), bool)
+    for i, k in enumerate(at.tolist()):
+        said = _said(events, int(work.rows[k]), int(work.op[k]))
+        labelled[i] = said >= 0
+        words.append(
+            moved(
+                events.collectives[said] if said >= 0 else None, events.name_of(int(work.rows[k]))
+            )
+        )
+    compute = _spans(work.start_ns, work.end_ns, job.kind == Owner.COMPUTE)
+    bounds = taken.marks.bounds_ns
+    backward = _pass_of(backward_passes(events), work.launched_ns[at])
+    covering, covered_from = _covering(compute, start, end)
+    step = np.searchsorted(bounds, start, "right") - 1 - taken.sound.first
+    step[(step < 0) | (start >= bounds[-1])] = -1
+    return Calls(
+        start_ns=start + base_ns,
+        end_ns=end + base_ns,
+        launched_ns=work.launched_ns[at] + base_ns,
+        stream=events.stream[rows],
+        op=[one.op for one in words],
+        nbytes=np.asarray([one.nbytes for one in words], np.int64),
+        dtype=[one.dtype for one in words],
+        group=[one.group for one in words],
+        group_size=np.asarray([one.group_size for one in words], np.int64),
+        members=[one.members for one in words],
+        sequence=np.asarray([one.sequence for one in words], np.int64),
+        peer=np.asarray([one.peer for one in words], np.int64),
+        kernel=[events.name_of(int(row)) for row in rows],
+        labelled=labelled,
+        exposed_ns=(end - start) - covered(compute, start, end),
+        covered=covering,
+        covered_from=covered_from,
+        step=step,
+        backward=backward >= 0,
+        backward_pass=backward,
+        tensors=[()] * len(at),
+        before=_before(taken, compute, start, end),
+        place=_places(events, work.op[at]),
+    )
+
+
+def _said(events: Events, row: int, op: int) -> int:
+    """Returns the number of what a call said about itself: on its kernel, else on its operator; -1: nothing."""
+    own_words = int(events.collective[row])
+    if own_words >= 0 or op < 0:
+        return own_words
+    return int(events.collective[op])
+
+
+def _spans(start: Ints, end: Ints, rows: npt.NDArray[np.bool_]) -> Spans:
+    return union(start[rows], end[rows])
+
+
+def _covering(compute: Spans, start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Returns the stretches of each call in which compute ran, from its start, and where those of each call begin."""
+    pieces, counts = [np.zeros((0, 2), np.int64)], [0]
+    first = np.searchsorted(compute.end, start, "right")
+    last = np.searchsorted(compute.start, end, "left")
+    for low, high, a, b in zip(start, end, first, last, strict=True):
+        inside = np.stack([compute.start[a:b], compute.end[a:b]], axis=1) if b > a else pieces[0]
+        pieces.append(np.clip(inside, low, high) - low)
+        counts.append(len(inside))
+    return np.concatenate(pieces), np.cumsum(counts)
+
+
+def _before(taken: Taken, compute: Spans, start: Ints, end: Ints) -> Ints:
+    """Returns what the rank did from the end of the last call before to the start of each one, shape (n, len(PARTS))."""
+    job = taken.job
+    work = job.work
+    low = np.concatenate([start[:1], np.maximum.accumulate(end)[:-1]])
+    high = np.maximum(start, low)
+    copies = subtract(_spans(work.start_ns, work.end_ns, job.kind == Owner.COPY), compute)
+    idle = own(work, job.kind, int(work.start_ns.min()), int(work.end_ns.max())).idle
+    pieces = job.why_idle(idle).pieces
+    columns = [covered(compute, low, high), covered(copies, low, high)]
+    for cause in CAUSES:
+        mine = [piece for piece in pieces if piece.cause == cause]
+        spans = union(
+            np.asarray([piece.start_ns for piece in mine], np.int64),
+            np.asarray([piece.end_ns for piece in mine], np.int64),
+        )
+        columns.append(covered(spans, low, high))
+    return np.stack(columns, axis=1)
+
+
+def backward_passes(events: Events) -> Spans:
+    """Returns the stretches of the host's time in which autograd ran: one a backward pass, told apart by the forward between."""
+    engine = events.names_where(lambda name: name.startswith(ENGINE)) & events.of(Kind.OP)
+    spans = _spans(events.start_ns, events.end_ns, engine)
+    if not spans:
+        return spans
+    forward = np.sort(
+        events.start_ns[
+            events.of(Kind.OP) & ~engine & (events.sequence >= 0)
+            & (covered(spans, events.start_ns, events.start_ns + 1) == 0)
+        ]
+    )  # fmt: skip
+    between = np.searchsorted(forward, spans.start[1:]) > np.searchsorted(forward, spans.end[:-1])
+    first = np.concatenate([[True], between])
+    last = np.concatenate([between, [True]])
+    return Spans(spans.start[first], spans.end[last])
+
+
+def _pass_of(passes: Spans, launched_ns: Ints) -> Ints:
+    """Returns the number of the backward pass in which something was launched, -1 for none."""
+    if not passes:
+        return np.full(len(launched_ns), -1, np.int64)
+    number = np.searchsorted(passes.start, launched_ns, "right") - 1
+    return np.where((number >= 0) & (launched_ns < passes.end[number]), number, -1)
+
+
+def _places(events: Events, ops: Ints) -> list[str]:
+    if not (events.stack >= 0).any() and not events.of(Kind.PYTHON).any():
+        return [""] * len(ops)
+    places = Places(events)
+    return [(places.of(int(op)) or "") if op >= 0 else "" for op in ops]

@@ -1,0 +1,258 @@
+"""The job: its ranks together. Health comes first; what a defect would make wrong is withheld, and the rest stands."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flopwise._version import __version__
+from flopwise.diagnosis.ledger.build import families_of
+from flopwise.diagnosis.ranks import health
+from flopwise.diagnosis.ranks.clocks import Clocks, align
+from flopwise.diagnosis.ranks.jobfindings import findings_of
+from flopwise.diagnosis.ranks.matching import Matching, match
+from flopwise.diagnosis.ranks.stragglers import caused, named
+from flopwise.diagnosis.ranks.summary import RankSummary
+from flopwise.diagnosis.ranks.traffic import kinds, links, redundant, steps_of
+from flopwise.diagnosis.ranks.waits import Waits, waits
+from flopwise.hardware import accelerators
+from flopwise.records.job import SCHEMA, Health, JobRecord, RankRecord, Straggler
+from flopwise.records.ledger import FAMILIES, LedgerRecord, Line
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """What is not said: of the job, and of single ranks."""
+
+    health: Health
+    of_rank: dict[int, set[str]]  # position -> conclusions
+
+    def all_of(self, conclusion: str) -> bool:
+        """Whether a conclusion is withheld for the whole job."""
+        return conclusion in self.health.withheld
+
+    def of(self, position: int, conclusion: str) -> bool:
+        """Whether a conclusion is withheld for a rank."""
+        return self.all_of(conclusion) or conclusion in self.of_rank.get(position, set())
+
+    def why(self, conclusion: str) -> str:
+        """Returns which defects withhold a conclusion."""
+        codes = self.health.withheld.get(conclusion, [])
+        said = [one.defect for one in self.health.defects if one.code in codes]
+        return ", ".join(dict.fromkeys(said)) or "a defect of its trace"
+
+
+def job_of(found: Sequence[RankSummary], notes: Sequence[str] = ()) -> JobRecord:
+    """Returns what is said of a job.
+
+    Args:
+        found: one summary a rank, no rank twice.
+        notes: what else is to be said, of files that were left out.
+    """
+    ranks = sorted(found, key=lambda one: (one.rank is None, one.rank, one.path))
+    matching = match(ranks)
+    clocks = align(matching.matched, ranks)
+    certificate, of_rank = health.certificate(ranks, matching, clocks)
+    withheld = Withheld(certificate, of_rank)
+    waited = None
+    if matching.matched and not withheld.all_of("waits"):
+        waited = waits(matching.matched, ranks, clocks)
+    row = _row(ranks)
+    redundants, frac, of_calls = redundant(ranks, waited)
+    if withheld.all_of("redundancy"):
+        redundants, frac, of_calls = [], None, {}
+    speed = row.link_gb_per_s * 1e9 if row is not None and row.link_gb_per_s else None
+    known = None if withheld.all_of("bandwidth") else waited
+    collectives = kinds(ranks, known, speed, of_calls)
+    stragglers, reason = _stragglers(ranks, matching, waited, withheld)
+    lines, lines_reason = _lines(ranks, waited, withheld)
+    records = [_rank(p, one, waited, matching, clocks, withheld) for p, one in enumerate(ranks)]
+    lengths = [one.step_s for one in records if one.step_s]
+    names = {one.device_name for one in ranks if one.device_name}
+    record = JobRecord(
+        schema=SCHEMA,
+        flopwise=__version__,
+        sources=[one.path for one in ranks],
+        world_size=max((one.world_size for one in ranks if one.world_size), default=None),
+        device_name=names.pop() if len(names) == 1 else None,
+        step_s=float(np.mean(lengths)) if lengths else None,
+        steps=min((steps_of(one) for one in ranks), default=0),
+        ranks=records,
+        lines=lines,
+        families=families_of(lines),
+        lines_reason=lines_reason,
+        health=certificate,
+        collectives=collectives,
+        links=links(ranks, collectives, row),
+        redundant=redundants,
+        redundant_bytes_frac=frac,
+        stragglers=stragglers,
+        stragglers_reason=reason,
+        findings=[],
+        notes=[*notes, *_notes(ranks)],
+    )
+    return dataclasses.replace(record, findings=findings_of(record))
+
+
+def _row(ranks: Sequence[RankSummary]) -> accelerators.Accelerator | None:
+    for one in ranks:
+        if one.device_name:
+            return accelerators.lookup(one.device_name).row
+    return None
+
+
+def _notes(ranks: Sequence[RankSummary]) -> list[str]:
+    return [f"{one.path}: {note}" for one in ranks for note in one.notes]
+
+
+def _stragglers(
+    ranks: Sequence[RankSummary], matching: Matching, waited: Waits | None, withheld: Withheld
+) -> tuple[list[Straggler], str | None]:
+    """Returns the stragglers, or why none can be named."""
+    world = max((one.world_size for one in ranks if one.world_size), default=len(ranks))
+    if len(ranks) < 2:
+        return [], f"one rank of {world} was read: who comes last shows in all of them" if (
+            world > 1
+        ) else "there is one rank"
+    if withheld.all_of("stragglers"):
+        return [], f"withheld: {withheld.why('stragglers')}"
+    if waited is None:
+        return [], "no call was found on two ranks"
+    span_ns, steps = _span(ranks, matching)
+    found = named(caused(matching.matched, ranks, waited), ranks, steps, span_ns)
+    return found, None if found else "no rank causes clearly more than its share of the waiting"
+
+
+def _span(ranks: Sequence[RankSummary], matching: Matching) -> tuple[float, float]:
+    """Returns how long the matched calls span, ns, and how many steps that is."""
+    first, last = matching.matched[0], matching.matched[-1]
+    p = first.ranks[0]
+    calls = ranks[p].calls
+    end = calls.end_ns[last.calls[last.ranks.index(p)]] if p in last.ranks else calls.end_ns[-1]
+    span = float(end - calls.start_ns[first.calls[0]])
+    one = ranks[p]
+    n = steps_of(one)
+    step = float(one.bounds_ns[-1] - one.bounds_ns[0]) / n if n else 0.0
+    return span, span / step if step else 0.0
+
+
+def _rank(
+    p: int,
+    one: RankSummary,
+    waited: Waits | None,
+    matching: Matching,
+    clocks: Clocks,
+    withheld: Withheld,
+) -> RankRecord:
+    n = steps_of(one)
+    calls = one.calls
+    inside = calls.step >= 0
+    each = 1e-9 / n if n else 0.0
+    ns = calls.end_ns - calls.start_ns
+    wait = None
+    if waited is not None and not withheld.of(p, "waits"):
+        mine = waited.wait_ns[p]
+        if (mine[inside] >= 0).any():
+            wait = float(mine[inside & (mine >= 0)].sum()) * each
+    ledger, reason = one.ledger, one.reason
+    if ledger is not None and withheld.of(p, "ledger"):
+        ledger, reason = None, "withheld: a defect of its trace would make it wrong"
+    elif ledger is not None:
+        ledger = split(one, p, waited, withheld)
+    return RankRecord(
+        rank=p if one.rank is None else one.rank,
+        path=one.path,
+        device_name=one.device_name,
+        step_s=one.ledger.step_s
+        if one.ledger is not None and not withheld.of(p, "steps")
+        else None,
+        steps=n,
+        ledger=ledger,
+        ledger_reason=reason,
+        calls=len(calls),
+        matched=sum(p in m.ranks for m in matching.matched),
+        communication_s=float(ns[inside].sum()) * each if n else None,
+        exposed_s=float(calls.exposed_ns[inside].sum()) * each
+        if n and not withheld.of(p, "overlap")
+        else None,
+        wait_s=wait,
+        clock_offset_s=clocks.offset_ns[p] * 1e-9 if p in clocks.offset_ns else None,
+        clock_error_s=float(clocks.error_ns[p]) * 1e-9 if p in clocks.error_ns else None,
+        notes=list(one.notes),
+    )
+
+
+def split(
+    one: RankSummary, p: int, waited: Waits | None, withheld: Withheld
+) -> LedgerRecord | None:
+    """Returns a rank's ledger whose exposed communication is waiting and transferring, as far as its calls were matched."""
+    ledger = one.ledger
+    if ledger is None or waited is None or withheld.of(p, "waits"):
+        return ledger
+    inside = one.calls.step >= 0
+    exposed = one.calls.exposed_ns[inside].astype(float)
+    mine = waited.exposed_ns[p][inside]
+    known = mine >= 0
+    total = float(exposed.sum())
+    old = next((line for line in ledger.lines if line.name == "comm_unsplit"), None)
+    if old is None or not total or not known.any():
+        return ledger
+    shares = {
+        "comm_wait": float(mine[known].sum()) / total,
+        "comm_unsplit": float(exposed[~known].sum()) / total,
+    }
+    shares["comm_transfer"] = 1 - sum(shares.values())
+    lines = []
+    for line in ledger.lines:
+        if line.name != "comm_unsplit":
+            lines.append(line)
+            continue
+        lines += [
+            _part(line, name, shares[name])
+            for name in ("comm_transfer", "comm_wait", "comm_unsplit")
+            if shares[name]
+        ]
+    return dataclasses.replace(ledger, lines=lines, families=families_of(lines))
+
+
+def _part(line: Line, name: str, share: float) -> Line:
+    low, high = line.ci95
+    return Line(
+        name,
+        FAMILIES[name],
+        line.s * share,
+        (low * share, high * share),
+        line.share_frac * share,
+        line.mfu_points * share,
+    )
+
+
+def _lines(
+    ranks: Sequence[RankSummary], waited: Waits | None, withheld: Withheld
+) -> tuple[list[Line], str | None]:
+    """Returns the lines of the job, the mean over ranks, or why there are none."""
+    if withheld.all_of("ledger"):
+        return [], f"withheld: {withheld.why('ledger')}"
+    ledgers = [
+        split(one, p, waited, withheld)
+        for p, one in enumerate(ranks)
+        if one.ledger is not None and not withheld.of(p, "ledger")
+    ]
+    if len(ledgers) < len(ranks):
+        return [], f"{len(ranks) - len(ledgers)} of {len(ranks)} ranks have no ledger"
+    by_rank = [{line.name: line for line in ledger.lines} for ledger in ledgers if ledger]
+    step = float(np.mean([ledger.step_s for ledger in ledgers if ledger]))
+    lines = []
+    for name, family in FAMILIES.items():
+        values = np.asarray([of[name].s if name in of else 0.0 for of in by_rank])
+        if not values.any():
+            continue
+        half = [(of[name].ci95[1] - of[name].ci95[0]) / 2 if name in of else 0.0 for of in by_rank]
+        mean = float(values.mean())
+        error = float(np.sqrt(np.sum(np.square(half)))) / len(by_rank)
+        share = mean / step if step else 0.0
+        lines.append(Line(name, family, mean, (mean - error, mean + error), share, 100 * share))
+    return lines, None

@@ -1,0 +1,128 @@
+"""The findings of a job: what its ranks have in common, who holds them up, and what they send for nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from flopwise.diagnosis.ledger.findings import worth_frac
+from flopwise.records.finding import Finding
+from flopwise.records.job import JobRecord, RankRecord, Redundant, Straggler
+from flopwise.units import percent
+
+#: Less of the step than this is no finding.
+SHOWN_FRAC = 0.01
+#: A link that carries less than this of what it can, in calls of more than a megabyte, is slow. Source: all-reduces of large
+#: messages reach 78 to 82 % of NVLink's rate (stas00/ml-engineering network/README.md).
+SLOW_FRAC = 0.6
+LARGE_BYTES = 1 << 20
+MEASURED = "measured"
+_WHY = {
+    "host": "its host is late: look at its CPU's load, pinning and frequency, and at what only this rank does (logging, checkpoints)",
+    "input": "it waits for its batches: look at its share of the data, its disk, and its loader's workers",
+    "kernels": "the same kernels take it longer: look at that device's health, its memory errors and its neighbours",
+    "clock": "its clock is lower: look at its temperature, power limit and throttling",
+    "work": "it has more to do: even out the batches (by tokens, not by samples), or the layers of the pipeline",
+    "communication": "its links are slower",
+    "not known": "what it does meanwhile is not in the trace",
+}
+
+
+def findings_of(job: JobRecord) -> list[Finding]:
+    """Returns the findings of a job, what is worth most first."""
+    found = _of_ranks(job.ranks)
+    found += [_straggler(one, job) for one in job.stragglers]
+    found += [_redundant(one, job) for one in job.redundant if _share(one, job) >= SHOWN_FRAC]
+    slow = _slow(job)
+    if slow is not None:
+        found.append(slow)
+    return sorted(found, key=lambda finding: -worth_frac(finding))
+
+
+def _of_ranks(ranks: list[RankRecord]) -> list[Finding]:
+    """Returns the findings of the ranks' ledgers, each cause once: its share and gain are the mean over all ranks."""
+    by_cause: dict[tuple[str, str], list[tuple[int, Finding]]] = defaultdict(list)
+    have = [one for one in ranks if one.ledger is not None]
+    for one in have:
+        for finding in one.ledger.findings if one.ledger else ():
+            by_cause[finding.code, finding.cause].append((one.rank, finding))
+    out = []
+    for (code, cause), of in by_cause.items():
+        rank, worst = max(of, key=lambda pair: pair[1].share_frac or 0.0)
+        gains = [f.predicted_gain_frac for _, f in of if f.predicted_gain_frac is not None]
+        shares = [f.share_frac for _, f in of if f.share_frac is not None]
+        who = "all ranks" if len(of) == len(have) else f"{len(of)} of {len(have)} ranks"
+        out.append(
+            Finding(
+                code=code,
+                cause=cause,
+                share_frac=sum(shares) / len(have) if shares else None,
+                where=worst.where,
+                evidence=f"on {who}; most on rank {rank}: {worst.evidence}"
+                if len(have) > 1
+                else worst.evidence,
+                advice=worst.advice,
+                predicted_gain_frac=sum(gains) / len(have) if gains else None,
+                certainty=worst.certainty,
+            )
+        )
+    return out
+
+
+def _straggler(one: Straggler, job: JobRecord) -> Finding:
+    share = one.per_step_s / job.step_s if job.step_s else None
+    return Finding(
+        code="J101",
+        cause="straggler",
+        share_frac=share,
+        where=one.where,
+        evidence=f"rank {one.rank}: {one.evidence}",
+        advice=_WHY.get(one.reason, _WHY["not known"]),
+        predicted_gain_frac=None,
+        certainty=MEASURED,
+    )
+
+
+def _share(one: Redundant, job: JobRecord) -> float:
+    s = one.s if one.exposed_s is None else min(one.s, one.exposed_s)
+    return s / job.step_s if job.step_s else 0.0
+
+
+def _redundant(one: Redundant, job: JobRecord) -> Finding:
+    return Finding(
+        code="J102",
+        cause="redundant-communication",
+        share_frac=_share(one, job),
+        where=[],
+        evidence=f"{percent(one.frac)} of the bytes, {one.nbytes / 1e6:.4g} MB a step and rank in {one.calls:.3g} calls: {one.evidence}",
+        advice=one.advice,
+        predicted_gain_frac=None,
+        certainty=MEASURED,
+    )
+
+
+def _slow(job: JobRecord) -> Finding | None:
+    large = [
+        one
+        for one in job.collectives
+        if one.of_link_frac is not None and one.nbytes is not None and one.nbytes >= LARGE_BYTES
+    ]
+    transfer = sum(one.transfer_s or 0.0 for one in large)
+    if not transfer or not job.step_s:
+        return None
+    used = sum((one.of_link_frac or 0.0) * (one.transfer_s or 0.0) for one in large) / transfer
+    exposed = sum(min(one.exposed_s or 0.0, one.transfer_s or 0.0) for one in large) / job.step_s
+    if used >= SLOW_FRAC or exposed < SHOWN_FRAC:
+        return None
+    worst = max(large, key=lambda one: one.transfer_s or 0.0)
+    return Finding(
+        code="J103",
+        cause="slow-link",
+        share_frac=exposed,
+        where=[],
+        evidence=f"while data moves, calls of 1 MiB and more use {percent(used)} of {job.links.name}; the longest: {worst.op} of "
+        f"{(worst.nbytes or 0) / 1e6:.4g} MB at {(worst.bus_bytes_per_s or 0.0) / 1e9:.3g} GB/s bus bandwidth",
+        advice="larger buckets (DistributedDataParallel(..., bucket_cap_mb=...)), fewer and larger messages; check that NCCL takes the "
+        "fast link (NCCL_DEBUG=INFO) and has its channels (NCCL_MIN_NCHANNELS)",
+        predicted_gain_frac=None,
+        certainty=MEASURED,
+    )

@@ -1,0 +1,243 @@
+"""Which calls of the ranks are one: by their sequence numbers where they are recorded, else by what they say, from the end.
+
+A profiler starts on each rank at another call, and stops on all behind the same one. So the calls of a group are laid on one
+another from the end, and moved by a few where the ends of the calls then fall together better: a step may be one more on one
+rank, and all steps look alike. Calls between two ranks are matched by pair and direction in the same way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from flopwise.diagnosis.ranks.summary import Calls, RankSummary
+
+Ints = npt.NDArray[np.int64]
+ALL = ""  # the group of a call that does not name one
+#: Two ranks' windows may begin and end so many calls apart.
+MOST_SHIFT = 4096
+#: Two alignments whose calls' ends scatter alike, within this, are told apart by which has more calls.
+ALIKE_NS = 50_000
+#: Fewer calls that fit are a chance.
+FEWEST = 2
+
+Key = tuple[str, tuple[int, ...], str]  # name and ranks of the group, lane
+
+
+@dataclass(frozen=True)
+class Matched:
+    """One call on several ranks."""
+
+    ranks: tuple[int, ...]  # positions in the list of summaries
+    calls: tuple[int, ...]  # of each, the number of its call
+
+
+@dataclass(frozen=True)
+class Matching:
+    """All calls that were found on the ranks that belong to them."""
+
+    matched: list[Matched] = field(default_factory=list)
+    by_sequence: int = 0  # of them
+    shares: dict[int, float] = field(
+        default_factory=dict
+    )  # position -> of its calls of two ranks and more, matched
+    spread_ns: float = (
+        0.0  # how far the ends of matched calls lie apart, median, once clocks are aligned
+    )
+
+
+def match(ranks: Sequence[RankSummary]) -> Matching:
+    """Returns the calls that belong together; ranks of which only one was read have none."""
+    lanes: dict[Key, dict[int, list[int]]] = defaultdict(dict)
+    for position, rank in enumerate(ranks):
+        for key, numbers in _lanes(rank):
+            lanes[key][position] = numbers
+    lanes = _joined(lanes)
+    matched: list[Matched] = []
+    by_sequence = 0
+    for numbers_of in lanes.values():
+        if len(numbers_of) < 2:
+            continue
+        found = _by_sequence(numbers_of, ranks)
+        if found is not None:
+            by_sequence += len(found)
+        else:
+            found = _by_content(numbers_of, ranks)
+        matched += found
+    matched.sort(key=lambda one: int(ranks[one.ranks[0]].calls.start_ns[one.calls[0]]))
+    had: dict[int, int] = defaultdict(int)
+    for one in matched:
+        for position in one.ranks:
+            had[position] += 1
+    shares = {p: had[p] / len(rank.calls) for p, rank in enumerate(ranks) if len(rank.calls)}
+    return Matching(matched, by_sequence, shares, _spread(matched, ranks))
+
+
+def _lanes(one: RankSummary) -> Iterator[tuple[Key, list[int]]]:
+    """Yields the calls of a rank by what they are matched within: the group, or the pair and direction."""
+    found: dict[Key, list[int]] = defaultdict(list)
+    calls = one.calls
+    for i in range(len(calls)):
+        members, name, lane = calls.members[i], calls.group[i], ""
+        if calls.op[i] in ("send", "recv") and calls.peer[i] >= 0 and one.rank is not None:
+            peer = int(calls.peer[i])
+            pair = (one.rank, peer) if calls.op[i] == "send" else (peer, one.rank)
+            found[name, pair, "point to point"].append(i)
+            continue
+        if not calls.labelled[i]:
+            name, members = ALL, ()
+        found[name, members, lane].append(i)
+    yield from found.items()
+
+
+def _joined(
+    lanes: dict[Key, dict[int, list[int]]],
+) -> dict[Key, dict[int, list[int]]]:
+    """Returns them with the calls that do not name a group put to the one group that a rank has, in their order."""
+    joined = {key: dict(of) for key, of in lanes.items() if key != (ALL, (), "")}
+    for position, numbers in lanes.get((ALL, (), ""), {}).items():
+        # The profiler of today leaves the first calls of its window without words: those of the only group.
+        mine = [key for key, of in joined.items() if position in of and key[2] == ""]
+        key = mine[0] if len(mine) == 1 else (ALL, (), "")
+        had = joined.setdefault(key, {}).get(position, [])
+        joined[key][position] = sorted([*had, *numbers])
+    return joined
+
+
+def _by_sequence(
+    numbers_of: dict[int, list[int]], ranks: Sequence[RankSummary]
+) -> list[Matched] | None:
+    """Returns the calls of a group by their sequence numbers; None where they are not recorded, or not once each."""
+    where: dict[int, dict[int, int]] = defaultdict(dict)
+    for position, numbers in numbers_of.items():
+        sequence = ranks[position].calls.sequence[numbers]
+        if (sequence < 0).any() or len(np.unique(sequence)) < len(sequence):
+            return None
+        for number, value in zip(numbers, sequence.tolist(), strict=True):
+            where[value][position] = number
+    return [
+        Matched(tuple(of), tuple(of.values()))
+        for _, of in sorted(where.items())
+        if len(of) == len(numbers_of)
+    ]
+
+
+def _by_content(numbers_of: dict[int, list[int]], ranks: Sequence[RankSummary]) -> list[Matched]:
+    """Returns the calls of a group laid on one another from the end."""
+    reference = min(numbers_of, key=lambda p: (len(numbers_of[p]), p))
+    base = numbers_of[reference]
+    of_base: dict[int, dict[int, int]] = {i: {reference: i} for i in base}
+    for position, numbers in numbers_of.items():
+        if position == reference:
+            continue
+        for mine, theirs in _aligned(ranks[reference].calls, base, ranks[position].calls, numbers):
+            of_base[mine][position] = theirs
+    whole = [of for of in of_base.values() if len(of) == len(numbers_of)]
+    return [Matched(tuple(of), tuple(of.values())) for of in whole]
+
+
+def _aligned(one: Calls, mine: list[int], other: Calls, theirs: list[int]) -> list[tuple[int, int]]:
+    """Returns the pairs of calls of two ranks that are one call."""
+    most = min(MOST_SHIFT, max(len(mine), len(theirs)) - 1)
+    words = [_words(one, i) for i in mine], [_words(other, i) for i in theirs]
+    best: tuple[float, int, int] | None = None
+    chosen: list[tuple[int, int]] = []
+    for shift in sorted(range(-most, most + 1), key=abs):
+        pairs = _pairs(len(mine), len(theirs), shift)
+        if len(pairs) < FEWEST:
+            continue
+        if not all(_fit(words[0][a], words[1][b]) for a, b in pairs[:64]):
+            continue
+        if not all(_fit(words[0][a], words[1][b]) for a, b in pairs[64:]):
+            continue
+        scatter = _scatter(one, other, [(mine[a], theirs[b]) for a, b in pairs])
+        rank = (scatter // ALIKE_NS, -len(pairs), abs(shift))
+        if best is None or rank < best:
+            best, chosen = rank, [(mine[a], theirs[b]) for a, b in pairs]
+    if chosen:
+        return chosen
+    return _common(mine, theirs, words)
+
+
+def _pairs(n: int, m: int, shift: int) -> list[tuple[int, int]]:
+    """Returns the positions that lie on one another, from the end, one list moved by some places, the last pair first."""
+    a, b = n - 1 - max(0, shift), m - 1 - max(0, -shift)
+    length = min(a, b) + 1
+    return [(a - k, b - k) for k in range(max(0, length))]
+
+
+def _words(calls: Calls, i: int) -> tuple[str, str, int]:
+    return calls.op[i], calls.dtype[i], int(calls.nbytes[i])
+
+
+def _fit(one: tuple[str, str, int], other: tuple[str, str, int]) -> bool:
+    """Whether two calls can be one: what both say is the same. The ends of a point-to-point call have two names."""
+    if one[0] != other[0] and {one[0], other[0]} != {"send", "recv"}:
+        return False
+    if one[1] and other[1] and one[1] != other[1]:
+        return False
+    return one[2] < 0 or other[2] < 0 or one[2] == other[2]
+
+
+def _scatter(one: Calls, other: Calls, pairs: list[tuple[int, int]]) -> float:
+    """Returns how far the differences of the calls' ends lie from their median, median."""
+    a, b = (np.asarray(part, np.int64) for part in zip(*pairs, strict=True))
+    apart = other.end_ns[b] - one.end_ns[a]
+    return float(np.median(np.abs(apart - np.median(apart))))
+
+
+def _common(
+    mine: list[int],
+    theirs: list[int],
+    words: tuple[list[tuple[str, str, int]], list[tuple[str, str, int]]],
+) -> list[tuple[int, int]]:
+    """Returns the pairs of calls in runs that both ranks have, from the end: where one of them has calls of its own."""
+    pairs: list[tuple[int, int]] = []
+    a, b = len(mine) - 1, len(theirs) - 1
+    while a >= 0 and b >= 0:
+        if _fit(words[0][a], words[1][b]):
+            pairs.append((mine[a], theirs[b]))
+            a, b = a - 1, b - 1
+            continue
+        step = _next(words, a, b)
+        if step is None:
+            break
+        a, b = step
+    return pairs if len(pairs) >= FEWEST else []
+
+
+def _next(
+    words: tuple[list[tuple[str, str, int]], list[tuple[str, str, int]]], a: int, b: int
+) -> tuple[int, int] | None:
+    """Returns the nearest positions before these at which three calls in a row fit again."""
+    for away in range(1, 65):
+        for back in range(away + 1):
+            i, j = a - back, b - (away - back)
+            run = [(i - k, j - k) for k in range(3)]
+            if all(x >= 0 and y >= 0 and _fit(words[0][x], words[1][y]) for x, y in run):
+                return i, j
+    return None
+
+
+def _spread(matched: Sequence[Matched], ranks: Sequence[RankSummary]) -> float:
+    """Returns how far apart the ends of a matched call are, median over calls, each rank's clock corrected by its median."""
+    if not matched:
+        return 0.0
+    off: dict[int, list[float]] = defaultdict(list)
+    ends = []
+    for one in matched:
+        row = [int(ranks[p].calls.end_ns[i]) for p, i in zip(one.ranks, one.calls, strict=True)]
+        middle = float(np.median(np.asarray(row) - row[0])) + row[0]
+        ends.append(row)
+        for p, end in zip(one.ranks, row, strict=True):
+            off[p].append(end - middle)
+    typical = {p: float(np.median(values)) for p, values in off.items()}
+    spreads = []
+    for one, row in zip(matched, ends, strict=True):
+        aligned = [end - row[0] - typical[p] for p, end in zip(one.ranks, row, strict=True)]
+        spreads.append(max(aligned) - min(aligned))
+    return float(np.median(spreads))

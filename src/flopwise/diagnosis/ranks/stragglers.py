@@ -1,0 +1,201 @@
+"""Ranks for which the others wait: by the time that they cause, not by how often they come last; and why they come late."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from flopwise.diagnosis.ranks.matching import Matched
+from flopwise.diagnosis.ranks.summary import PARTS, RankSummary
+from flopwise.diagnosis.ranks.waits import Waits
+from flopwise.records.job import Straggler
+from flopwise.units import percent
+
+Floats = npt.NDArray[np.float64]
+#: What a rank did more than the others before it came late, and what that says of it.
+REASON = {
+    "launch": "host",
+    "sync": "host",
+    "input": "input",
+    "copy": "input",
+    "compute": "kernels",
+    "device": "not known",
+    "other": "not known",
+}
+#: A rank is named where it causes so much more than its equal share of all waiting, as a part of what is left above that share...
+ABOVE_FAIR_FRAC = 1 / 6
+#: ... and so much of the time that the matched calls span.
+LEAST_FRAC = 0.01
+#: Kernels of one name that are slower on a rank than on the others by this are slower.
+SLOWER_FRAC = 0.02
+#: A rank with so many more kernels, or with so much more work in kernels of the same name, has more to do.
+MORE_FRAC = 0.02
+#: Its kernels differ so little in how much slower they are: it is the clock.
+ALIKE_FRAC = 0.25
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Caused:
+    """What one rank caused."""
+
+    position: int
+    ns: float = 0.0  # over all matched calls: the mean wait of the ranks of the group
+    calls: int = 0  # to which it came last
+    each_ns: Floats = field(
+        default_factory=lambda: np.zeros(0)
+    )  # by matched call, 0 where another was last
+    parts_ns: Floats = field(
+        default_factory=lambda: np.zeros(len(PARTS))
+    )  # of ns, what it did longer than the others
+
+
+def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Waits) -> list[Caused]:
+    """Returns what each rank caused, most first."""
+    n = len(matched)
+    each: dict[int, Floats] = defaultdict(lambda: np.zeros(n))
+    parts: dict[int, Floats] = defaultdict(lambda: np.zeros(len(PARTS)))
+    count: dict[int, int] = defaultdict(int)
+    for k, one in enumerate(matched):
+        late = waits.last[k]
+        each[late][k] = waits.caused_ns[k]
+        count[late] += 1
+        before = {
+            p: ranks[p].calls.before[i].astype(float)
+            for p, i in zip(one.ranks, one.calls, strict=True)
+        }
+        others = np.mean([b for p, b in before.items() if p != late], axis=0)
+        longer = np.maximum(0.0, before[late] - others)
+        if longer.sum() > 0:
+            parts[late] += waits.caused_ns[k] * longer / longer.sum()
+    found = [Caused(p, float(each[p].sum()), count[p], each[p], parts[p]) for p in each]
+    return sorted(found, key=lambda one: (-one.ns, one.position))
+
+
+def named(
+    all_of: Sequence[Caused], ranks: Sequence[RankSummary], steps: float, span_ns: float
+) -> list[Straggler]:
+    """Returns the ranks that cause clearly more than their equal share of the waiting, the most costly first.
+
+    Args:
+        all_of: what each rank caused.
+        ranks: those that were read.
+        steps: how many steps the matched calls span.
+        span_ns: how long that is.
+    """
+    total = sum(one.ns for one in all_of)
+    calls = sum(one.calls for one in all_of)
+    if total <= 0 or len(ranks) < 2:
+        return []
+    fair = 1 / len(ranks)
+    least = fair + (1 - fair) * ABOVE_FAIR_FRAC
+    found = []
+    for one in all_of:
+        share = one.ns / total
+        if share < least or one.ns < LEAST_FRAC * span_ns:
+            continue
+        reasons = _reasons(one, ranks)
+        known = {reason: s for reason, s in reasons.items() if s > 0}
+        reason = max(known, key=lambda name: known[name], default="not known")
+        found.append(
+            Straggler(
+                rank=_number(ranks, one.position),
+                caused_s=one.ns * 1e-9,
+                ci95=_interval(one.each_ns),
+                per_step_s=one.ns * 1e-9 / steps if steps else 0.0,
+                share_frac=share,
+                last_frac=one.calls / calls,
+                reason=reason,
+                reasons_s=known,
+                evidence=_evidence(one, share, one.calls / calls),
+            )
+        )
+    return found
+
+
+def _number(ranks: Sequence[RankSummary], position: int) -> int:
+    rank = ranks[position].rank
+    return position if rank is None else rank
+
+
+def _reasons(one: Caused, ranks: Sequence[RankSummary]) -> dict[str, float]:
+    """Returns what a rank caused by reason, seconds."""
+    found: dict[str, float] = defaultdict(float)
+    for part, ns in zip(PARTS, one.parts_ns.tolist(), strict=True):
+        reason = REASON[part]
+        if part == "compute" and ns > 0:
+            reason = _of_compute(one.position, ranks)
+        found[reason] += ns * 1e-9
+    found["not known"] += max(0.0, (one.ns - float(one.parts_ns.sum())) * 1e-9)
+    return dict(found)
+
+
+def _of_compute(position: int, ranks: Sequence[RankSummary]) -> str:
+    """Returns why a rank computes longer: it has more to do, its clock is lower, or its kernels are slower."""
+    mine = ranks[position].kernels
+    others = [one.kernels for p, one in enumerate(ranks) if p != position]
+    more_ns, slower = 0.0, []
+    for name, (count, ns) in mine.items():
+        twins = [kernels[name] for kernels in others if name in kernels]
+        if not twins:
+            more_ns += count * ns
+            continue
+        usual = float(np.median([n for n, _ in twins])), float(np.median([t for _, t in twins]))
+        more_ns += max(0.0, count - usual[0]) * ns
+        if usual[1] > 0:
+            slower.append((ns / usual[1], count * ns))
+    total = sum(count * ns for count, ns in mine.values())
+    if total and more_ns / total > MORE_FRAC:
+        return "work"
+    if not slower:
+        return "not known"
+    ratios, weights = np.asarray(slower).T
+    mean = float(np.average(ratios, weights=weights))
+    if mean - 1 < SLOWER_FRAC:
+        return "work"
+    spread = float(np.sqrt(np.average((ratios - mean) ** 2, weights=weights)))
+    return "clock" if spread < ALIKE_FRAC * (mean - 1) else "kernels"
+
+
+def _interval(each_ns: Floats) -> tuple[float, float] | None:
+    """Returns the 95 % interval of the sum over calls by resampling blocks of them, seconds; None for a handful.
+
+    Source: Kuensch (1989), the moving-block bootstrap; blocks of n ** (1/3).
+    """
+    n = len(each_ns)
+    if n < 8:
+        return None
+    coin = np.random.default_rng(0)
+    size = max(1, round(n ** (1 / 3)))
+    starts = coin.integers(0, n - size + 1, (RESAMPLES, -(-n // size)))
+    rows = (starts[:, :, None] + np.arange(size)).reshape(RESAMPLES, -1)[:, :n]
+    sums = each_ns[rows].sum(axis=1) * 1e-9
+    low, high = np.quantile(sums, (0.025, 0.975))
+    return float(low), float(high)
+
+
+def _evidence(one: Caused, share: float, last: float) -> str:
+    longer = {
+        part: ns
+        for part, ns in zip(PARTS, one.parts_ns.tolist(), strict=True)
+        if ns > 0.05 * one.ns
+    }
+    words = {
+        "compute": "computing",
+        "copy": "copying from and to the host",
+        "input": "waiting for a batch",
+        "sync": "behind calls of the host that wait for the device",
+        "launch": "without work since the host had launched none",
+        "device": "idle with work in the queue",
+        "other": "idle without a known cause",
+    }
+    what = ", ".join(
+        f"{percent(ns / one.ns)} {words[part]}"
+        for part, ns in sorted(longer.items(), key=lambda pair: -pair[1])
+    )
+    said = f"it came last in {one.calls} calls ({percent(last)} of them) and caused {percent(share)} of the waiting"
+    return f"{said}; before these calls it was longer than the others: {what}" if what else said
