@@ -30,7 +30,8 @@ _BYTES = {
     "int": 4, "int32": 4, "i32": 4, "u32": 4, "float": 4, "float32": 4, "f32": 4,
     "long": 8, "int64": 8, "i64": 8, "u64": 8, "double": 8, "float64": 8, "f64": 8,
 }  # fmt: skip
-_DTYPES = {
+#: Short words for dtypes, by those of c10d and of torch.
+DTYPE_WORDS = {
     "bfloat16": "bf16", "half": "f16", "float16": "f16", "float": "f32", "float32": "f32", "double": "f64", "float64": "f64",
     "byte": "u8", "uint8": "u8", "char": "i8", "int8": "i8", "int": "i32", "int32": "i32", "long": "i64", "int64": "i64",
 }  # fmt: skip
@@ -69,7 +70,7 @@ def kernel_dtype(name: str) -> str:
     """Returns the dtype in a kernel's name, "" where it has none."""
     for part in re.split(r"[_(<\s]", name):
         if part in _BYTES and part != "int":
-            return _DTYPES.get(part, part)
+            return DTYPE_WORDS.get(part, part)
     return ""
 
 
@@ -93,7 +94,7 @@ def moved(said: Collective | None, kernel: str) -> Moved:
     return Moved(
         op,
         nbytes,
-        _DTYPES.get(dtype, dtype),
+        DTYPE_WORDS.get(dtype, dtype),
         said.group,
         said.group_size,
         members_of(said.ranks),

@@ -2,7 +2,7 @@
 
 An operator's own time is its range without the operators that it calls. It counts as work where the operator has a formula and
 none that it calls has one, where it calls none but views, or where it takes longer itself than all that it calls; what is left is
-dispatch and Python.
+dispatch and Python. Collectives that threads of the host carry out (Gloo's) are work of another class: communication.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from flopwise.flops.table import RULES
 from flopwise.flops.zero import is_view
 from flopwise.trace import intervals
+from flopwise.trace.families import communicates_on_host
 from flopwise.trace.idle import INPUT, LAUNCH, IdleTime, loads_batch
 from flopwise.trace.intervals import Spans
 from flopwise.trace.kinds import Kind
@@ -25,10 +26,16 @@ DEVICE = -1  # stands for the CPU where a device is numbered
 
 
 def work(events: Events) -> Launches:
-    """Returns the pieces of time that operators had to themselves; `rows`, `runtime` and `op` are the operators' rows."""
-    host = nest(events, events.of(Kind.OP, Kind.ANNOTATION))
+    """Returns the pieces of time that operators had to themselves, and collectives; `rows`, `runtime` and `op` are their rows."""
+    talks = collectives(events)
+    host = nest(events, events.of(Kind.OP, Kind.ANNOTATION) & ~talks)
     chosen = _works(events, host)
     rows, start, end = _own_time(host, chosen)
+    if len(rows):
+        mine = np.flatnonzero(talks).astype(np.int64)
+        rows = np.concatenate([rows, mine])
+        start = np.concatenate([start, events.start_ns[mine]])
+        end = np.concatenate([end, events.end_ns[mine]])
     keep = end > start
     rows, start, end = rows[keep], start[keep], end[keep]
     order = np.lexsort((end, start))
@@ -43,6 +50,12 @@ def work(events: Events) -> Launches:
         op=rows,
         replayed=np.zeros(len(rows), bool),
     )
+
+
+def collectives(events: Events) -> Mask:
+    """Returns which events are collectives that threads of the host carry out."""
+    found: Mask = events.of(Kind.ANNOTATION) & events.names_where(communicates_on_host)
+    return found
 
 
 def steps(events: Events, pieces: Launches) -> Steps:
@@ -115,8 +128,9 @@ def _works(events: Events, host: Nesting) -> Mask:
     return chosen
 
 
-#: Ranges that only hold operators: the nodes of autograd's engine, compiled regions.
-_GLUE = frozenset(("autograd", "torch", "CompiledFunction", "Torch-Compiled Region"))
+#: Ranges that only hold operators: the nodes of autograd's engine, compiled regions; and calls of collectives, which other threads
+#: carry out.
+_GLUE = frozenset(("autograd", "torch", "CompiledFunction", "Torch-Compiled Region", "c10d"))
 
 
 def _own_time(

@@ -16,6 +16,15 @@ _COMMUNICATION = re.compile(
 _LOCAL = re.compile(r"symm_mem.*(?:memset|barrier_init)", re.IGNORECASE)
 
 
+#: Ranges of host threads that move data. Source: the profiling titles of torch/csrc/distributed/c10d/ProcessGroup{Gloo,MPI,UCC}.cpp.
+_BY_HOST = re.compile(r"(?:gloo|mpi|ucc):")
+
+
+def communicates_on_host(name: str) -> bool:
+    """Whether a range of this name is a collective that threads of the host carry out."""
+    return _BY_HOST.match(name) is not None
+
+
 def communicates(kernel: str) -> bool:
     """Whether a kernel of this name moves data between devices."""
     return _COMMUNICATION.search(kernel) is not None and _LOCAL.search(kernel) is None

@@ -34,7 +34,7 @@ from flopwise.trace.chrome import Trace
 from flopwise.trace.health import Sifted, sift
 from flopwise.trace.idle import Host
 from flopwise.trace.launches import Launches, launches
-from flopwise.trace.ownership import own
+from flopwise.trace.ownership import Owner, own
 from flopwise.trace.partition import Partition, devices, partition
 from flopwise.trace.steps import Steps, finished, steps, steps_at
 from flopwise.trace.table import Events
@@ -222,9 +222,7 @@ def _take_cpu(trace: Trace, given: Given) -> Taken | None:
         raise LedgerError(f"{trace.path}: no whole step is left")
     job = Job.of_cpu(events, work)
     scale, reason = scale_of_cpu(given.ceilings, given.peak)
-    whole = own(
-        work, np.zeros(len(work.rows), np.int8), int(work.start_ns.min()), int(work.end_ns.max())
-    )
+    whole = own(work, job.kind, int(work.start_ns.min()), int(work.end_ns.max()))
     span_ns = (whole.high_ns - whole.low_ns) or 1
     return Taken(
         trace=trace,
@@ -232,7 +230,7 @@ def _take_cpu(trace: Trace, given: Given) -> Taken | None:
         properties={"name": "CPU"},
         job=job,
         host=None,
-        replay=partial(Serial, work, marks, first),
+        replay=partial(Serial, work, marks, first, job.kind == Owner.COMPUTE),
         marks=marks,
         sound=Soundness(
             first, notes=["a job on a CPU: what its operators take for themselves is the work"]
@@ -240,7 +238,13 @@ def _take_cpu(trace: Trace, given: Given) -> Taken | None:
         tally=tallied(job, marks, first, scale or _unit_scale(), given.counted, given.padding_frac),
         scale=scale,
         reason=reason,
-        share=Share(span_ns * 1e-9, whole.owned_ns[0] / span_ns, 0.0, 0.0, whole.idle_ns / span_ns),
+        share=Share(
+            span_ns * 1e-9,
+            whole.owned_ns[Owner.COMPUTE] / span_ns,
+            whole.owned_ns[Owner.COMMUNICATION] / span_ns,
+            0.0,
+            whole.idle_ns / span_ns,
+        ),
         given=given,
     )
 

@@ -179,7 +179,8 @@ def _of_lines(taken: Taken) -> Busy:
     }
     step = np.diff(bounds).astype(float)
     owned = np.zeros((len(lines), len(Owner)))
-    owned[:, Owner.COMPUTE] = step - sum(idle.values())
+    owned[:, Owner.COMMUNICATION] = [one.get("comm_unsplit", 0.0) for one in lines]
+    owned[:, Owner.COMPUTE] = step - sum(idle.values()) - owned[:, Owner.COMMUNICATION]
     return Busy(step, owned, idle)
 
 

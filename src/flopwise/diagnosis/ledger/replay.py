@@ -262,10 +262,13 @@ class _HostTime:
 class Serial:
     """A job whose pieces of work run one after the other on the threads that drive it: one on a CPU."""
 
-    def __init__(self, work: Launches, marks: Steps, first: int) -> None:
+    def __init__(
+        self, work: Launches, marks: Steps, first: int, counted: npt.NDArray[np.bool_] | None = None
+    ) -> None:
+        """Reads which work the steps hold; `counted`: what of it is compute (None: all), shape (n,)."""
         low, high = int(marks.bounds_ns[first]), int(marks.bounds_ns[-1])
         self._inside: list[int] = np.flatnonzero(
-            (work.start_ns >= low) & (work.end_ns <= high)
+            (work.start_ns >= low) & (work.end_ns <= high) & (True if counted is None else counted)
         ).tolist()
         self._length: list[int] = (work.end_ns - work.start_ns).tolist()
         self._steps = len(marks) - first

@@ -120,7 +120,9 @@ class Job:
         return cls(
             events,
             work,
-            np.full(n, Owner.COMPUTE, np.int8),
+            np.where(cpu.collectives(events)[work.rows], Owner.COMMUNICATION, Owner.COMPUTE).astype(
+                np.int8
+            ),
             lambda gaps: cpu.attribute(events, gaps),
             launched_in(events, work, optimizer_calls(events)),
             again,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from flopwise.diagnosis.ledger.where import Places
 from flopwise.diagnosis.ledger.windows import durations
 from flopwise.diagnosis.ranks.summary import PARTS, Calls, RankSummary
 from flopwise.records.job import Defect
+from flopwise.records.ledger import LedgerRecord
+from flopwise.trace import cpu
+from flopwise.trace.calls import tensors
 from flopwise.trace.chrome import Progress, Trace, read
-from flopwise.trace.collectives import Moved, moved
+from flopwise.trace.collectives import DTYPE_WORDS, Moved, moved
 from flopwise.trace.idle import CAUSES
 from flopwise.trace.intervals import Spans, covered, subtract, union
 from flopwise.trace.kinds import Kind
@@ -29,12 +33,11 @@ ENGINE = "autograd::engine::evaluate_function"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of a rank's trace."""
+    """What is asked of a rank's trace. Of `rank` and `world_size` the file's own word comes first."""
 
     path: str
-    rank: int | None = (
-        None  # that the file's name or its order says; the file's own word comes first
-    )
+    rank: int | None = None
+    world_size: int | None = None
     device: int | None = None
     given: Given | None = None
 
@@ -48,11 +51,18 @@ def summarise(wanted: Wanted, progress: Progress | None = None) -> RankSummary:
     return summary_of(read(Path(wanted.path), progress), wanted)
 
 
-def summary_of(trace: Trace, wanted: Wanted) -> RankSummary:
-    """Returns what one rank's trace comes down to, where there is no work of a device with the reason and no calls."""
+def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None) -> RankSummary:
+    """Returns what one rank's trace comes down to, where there is no work of a device with the reason and no calls.
+
+    Args:
+        trace: of the rank.
+        wanted: what is asked of it.
+        ledger: of undisturbed steps beside the trace, as a live run has them; None: that of the recorded steps is made.
+    """
     distributed = trace.header.get("distributedInfo")
     said = distributed if isinstance(distributed, dict) else {}
     rank, world_size = _whole(said.get("rank")), _whole(said.get("world_size"))
+    world_size = wanted.world_size if world_size is None else world_size
     try:
         taken = take(trace, wanted.device, wanted.given or Given())
     except LedgerError as error:
@@ -69,9 +79,10 @@ def summary_of(trace: Trace, wanted: Wanted) -> RankSummary:
             defects=[],
             events=len(trace.events),
         )
-    record = record_of(taken)
-    scene = scene_of(taken, record)
-    record.findings.extend(findings(scene))
+    record = ledger
+    if record is None:
+        record = record_of(taken)
+        record.findings.extend(findings(scene_of(taken, record)))
     base = trace.header.get("baseTimeNanoseconds")
     base_ns = base if isinstance(base, int) and not isinstance(base, bool) else 0
     first = taken.sound.first
@@ -114,7 +125,8 @@ def calls_of(taken: Taken, base_ns: int) -> Calls:
     """Returns the collectives and point-to-point calls of a device in the order of their start."""
     job, events = taken.job, taken.trace.events
     work = job.work
-    at = np.flatnonzero((job.kind == Owner.COMMUNICATION) & (events.kind[work.rows] == Kind.KERNEL))
+    kinds = (Kind.KERNEL, Kind.ANNOTATION)  # of a device; of threads of the host
+    at = np.flatnonzero((job.kind == Owner.COMMUNICATION) & np.isin(events.kind[work.rows], kinds))
     if not len(at):
         return no_calls()
     rows, start, end = work.rows[at], work.start_ns[at], work.end_ns[at]
@@ -123,11 +135,12 @@ def calls_of(taken: Taken, base_ns: int) -> Calls:
     for i, k in enumerate(at.tolist()):
         said = _said(events, int(work.rows[k]), int(work.op[k]))
         labelled[i] = said >= 0
-        words.append(
-            moved(
-                events.collectives[said] if said >= 0 else None, events.name_of(int(work.rows[k]))
-            )
-        )
+        name = events.name_of(int(work.rows[k]))
+        if said < 0 and taken.device == cpu.DEVICE:
+            words.append(_by_operands(events, int(work.rows[k]), name))
+            labelled[i] = words[-1].nbytes >= 0
+        else:
+            words.append(moved(events.collectives[said] if said >= 0 else None, name))
     compute = _spans(work.start_ns, work.end_ns, job.kind == Owner.COMPUTE)
     bounds = taken.marks.bounds_ns
     backward = _pass_of(backward_passes(events), work.launched_ns[at])
@@ -158,6 +171,20 @@ def calls_of(taken: Taken, base_ns: int) -> Calls:
         tensors=[()] * len(at),
         before=_before(taken, compute, start, end),
         place=_places(events, work.op[at]),
+    )
+
+
+def _by_operands(events: Events, row: int, name: str) -> Moved:
+    """Returns what a collective moves whose tensors are recorded: it is the range of a host thread."""
+    number = int(events.operands[row])
+    try:
+        found = tensors(events.all_operands[number]) if number >= 0 else []
+    except ValueError:
+        found = []
+    dtype = found[0].operand.dtype if found else ""
+    nbytes = sum(one.operand.n_bytes for one in found) if found else -1
+    return dataclasses.replace(
+        moved(None, name), nbytes=nbytes, dtype=DTYPE_WORDS.get(dtype, dtype)
     )
 
 

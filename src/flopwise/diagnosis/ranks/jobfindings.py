@@ -69,7 +69,7 @@ def _of_ranks(ranks: list[RankRecord]) -> list[Finding]:
 
 
 def _straggler(one: Straggler, job: JobRecord) -> Finding:
-    share = one.per_step_s / job.step_s if job.step_s else None
+    share = one.delay_s / job.step_s if job.step_s else None
     return Finding(
         code="J101",
         cause="straggler",

@@ -20,8 +20,8 @@ Ints = npt.NDArray[np.int64]
 ALL = ""  # the group of a call that does not name one
 #: Two ranks' windows may begin and end so many calls apart.
 MOST_SHIFT = 4096
-#: Two alignments whose calls' ends scatter alike, within this, are told apart by which has more calls.
-ALIKE_NS = 50_000
+#: Of alignments the one that moves the least is taken, unless the calls' ends scatter less in another one by this factor and time.
+CLEARLY, ALIKE_NS = 2.0, 50_000
 #: Fewer calls that fit are a chance.
 FEWEST = 2
 
@@ -142,24 +142,19 @@ def _by_content(numbers_of: dict[int, list[int]], ranks: Sequence[RankSummary]) 
 
 def _aligned(one: Calls, mine: list[int], other: Calls, theirs: list[int]) -> list[tuple[int, int]]:
     """Returns the pairs of calls of two ranks that are one call."""
-    most = min(MOST_SHIFT, max(len(mine), len(theirs)) - 1)
+    fewest = max(FEWEST, -(-min(len(mine), len(theirs)) // 2))
+    most = min(MOST_SHIFT, max(len(mine), len(theirs)) - fewest)
     words = [_words(one, i) for i in mine], [_words(other, i) for i in theirs]
-    best: tuple[float, int, int] | None = None
-    chosen: list[tuple[int, int]] = []
+    found: list[tuple[float, int, list[tuple[int, int]]]] = []
     for shift in sorted(range(-most, most + 1), key=abs):
         pairs = _pairs(len(mine), len(theirs), shift)
-        if len(pairs) < FEWEST:
+        if len(pairs) < fewest or not all(_fit(words[0][a], words[1][b]) for a, b in pairs):
             continue
-        if not all(_fit(words[0][a], words[1][b]) for a, b in pairs[:64]):
-            continue
-        if not all(_fit(words[0][a], words[1][b]) for a, b in pairs[64:]):
-            continue
-        scatter = _scatter(one, other, [(mine[a], theirs[b]) for a, b in pairs])
-        rank = (scatter // ALIKE_NS, -len(pairs), abs(shift))
-        if best is None or rank < best:
-            best, chosen = rank, [(mine[a], theirs[b]) for a, b in pairs]
-    if chosen:
-        return chosen
+        both = [(mine[a], theirs[b]) for a, b in pairs]
+        found.append((_scatter(one, other, both), abs(shift), both))
+    if found:
+        least = min(scatter for scatter, _, _ in found)
+        return min((f for f in found if f[0] <= CLEARLY * least + ALIKE_NS), key=lambda f: f[1])[2]
     return _common(mine, theirs, words)
 
 

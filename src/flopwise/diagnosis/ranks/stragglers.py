@@ -45,6 +45,7 @@ class Caused:
 
     position: int
     ns: float = 0.0  # over all matched calls: the mean wait of the ranks of the group
+    others_ns: float = 0.0  # the same, of the others
     calls: int = 0  # to which it came last
     each_ns: Floats = field(
         default_factory=lambda: np.zeros(0)
@@ -60,19 +61,21 @@ def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Wait
     each: dict[int, Floats] = defaultdict(lambda: np.zeros(n))
     parts: dict[int, Floats] = defaultdict(lambda: np.zeros(len(PARTS)))
     count: dict[int, int] = defaultdict(int)
+    others: dict[int, float] = defaultdict(float)
     for k, one in enumerate(matched):
         late = waits.last[k]
         each[late][k] = waits.caused_ns[k]
         count[late] += 1
+        others[late] += waits.others_ns[k]
         before = {
             p: ranks[p].calls.before[i].astype(float)
             for p, i in zip(one.ranks, one.calls, strict=True)
         }
-        others = np.mean([b for p, b in before.items() if p != late], axis=0)
-        longer = np.maximum(0.0, before[late] - others)
+        usual = np.mean([b for p, b in before.items() if p != late], axis=0)
+        longer = np.maximum(0.0, before[late] - usual)
         if longer.sum() > 0:
             parts[late] += waits.caused_ns[k] * longer / longer.sum()
-    found = [Caused(p, float(each[p].sum()), count[p], each[p], parts[p]) for p in each]
+    found = [Caused(p, float(each[p].sum()), others[p], count[p], each[p], parts[p]) for p in each]
     return sorted(found, key=lambda one: (-one.ns, one.position))
 
 
@@ -106,7 +109,7 @@ def named(
                 rank=_number(ranks, one.position),
                 caused_s=one.ns * 1e-9,
                 ci95=_interval(one.each_ns),
-                per_step_s=one.ns * 1e-9 / steps if steps else 0.0,
+                delay_s=one.others_ns * 1e-9 / steps if steps else 0.0,
                 share_frac=share,
                 last_frac=one.calls / calls,
                 reason=reason,

@@ -21,7 +21,10 @@ class Waits:
 
     wait_ns: dict[int, Ints]  # of each call of a rank, shape (calls,); -1: not matched
     last: list[int]  # of each matched call, the position of the rank that came last
-    caused_ns: list[float]  # of each, the mean wait of its ranks, the last one's 0 with it
+    #: Of each, the mean wait of its ranks, the last one's 0 with it. A rank that waits in several calls at once waits once: in the
+    #: first of them.
+    caused_ns: list[float]
+    others_ns: list[float]  # the same, the mean over the ranks that did not come last
     exposed_ns: dict[int, Ints]  # of `wait_ns`, what no compute hid; -1: not matched
 
     def share_of(self, position: int, duration_ns: Ints) -> float | None:
@@ -36,7 +39,8 @@ def waits(matched: Sequence[Matched], ranks: Sequence[RankSummary], clocks: Cloc
     """Returns the waits of matched calls: from a rank's own start to the last rank's, but no longer than the call."""
     found = {p: np.full(len(one.calls), -1, np.int64) for p, one in enumerate(ranks)}
     exposed = {p: ns.copy() for p, ns in found.items()}
-    last, caused = [], []
+    last, caused, others = [], [], []
+    until: dict[int, int] = {}  # by position: how far it has waited already
     for one in matched:
         start = np.asarray(
             [
@@ -58,8 +62,16 @@ def waits(matched: Sequence[Matched], ranks: Sequence[RankSummary], clocks: Cloc
             exposed[p][i] = ns - _hidden(ranks[p].calls, i, ns)
         late = int(np.argmax(start))
         last.append(one.ranks[late])
-        caused.append(float(wait.mean()))
-    return Waits(found, last, caused, exposed)
+        anew = np.zeros(len(wait))
+        for k, (p, begin, ns) in enumerate(
+            zip(one.ranks, start.tolist(), wait.tolist(), strict=True)
+        ):
+            seen = until.get(p, begin)
+            anew[k] = max(0, begin + ns - max(begin, seen))
+            until[p] = max(seen, begin + ns)
+        caused.append(float(anew.mean()))
+        others.append(float(anew.sum()) / max(1, len(anew) - 1))
+    return Waits(found, last, caused, others, exposed)
 
 
 def _hidden(calls: Calls, i: int, until_ns: int) -> int:
