@@ -253,7 +253,7 @@ def test_how_long_the_host_is_at_work(timeline: Any, loader: float, at_work_us: 
     work = launches(events, 0)
     marks = steps(events, work)
     # 2 x 10 to launch and 20 of Python: neither the batch nor the wait for the device
-    found = at_work_ns(events, work, Host(events, work), marks, 1)
+    found = at_work_ns(Host(events, work), marks, 1)
     assert found == pytest.approx(1000 * at_work_us, rel=0.05)
 
 
