@@ -42,7 +42,19 @@ def last_of_steps(work: list[tuple[float, float, str]], steps: int) -> list[floa
     for start, _, name in work:
         starts[name].append(start)
     once = [found for found in starts.values() if len(found) == steps]
-    return max(once, key=lambda found: found[-1], default=[])
+    # As many in all is not yet once a step: those that are take turns.
+    peers = [sum(take_turns(one, other) for other in once) for one in once]
+    most = max(peers, default=0)
+    turns = [one for one, n in zip(once, peers, strict=True) if n == most]
+    return max(turns, key=lambda found: found[-1], default=[])
+
+
+def take_turns(one: list[float], other: list[float]) -> bool:
+    """Returns whether between two of each there is one of the other; both come in order of time."""
+    first, second = sorted((one, other))
+    return all(a <= b for a, b in zip(first, second, strict=True)) and all(
+        b < a for b, a in zip(second, first[1:], strict=False)
+    )
 
 
 def busy(path: Path, steps: int, lead: int = 0) -> dict[str, Any]:

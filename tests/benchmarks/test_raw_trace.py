@@ -58,6 +58,25 @@ def test_its_steps_end_where_the_scripts_do(raw, tmp_path):
     assert raw.busy(tmp_path / "t.json", steps=6, lead=2)["busy_s"] == pytest.approx(72.5e-6)
 
 
+def test_as_many_in_all_is_not_yet_once_a_step(raw, tmp_path):
+    data = trace()
+    for k in range(6):  # all in the last step, and after all others
+        data["traceEvents"].append(
+            {"ph": "X", "cat": "kernel", "name": "save", "ts": 590 + k, "dur": 1}
+        )
+    (tmp_path / "t.json").write_text(json.dumps(data))
+    found = raw.busy(tmp_path / "t.json", steps=6, lead=2)
+    assert found == {"busy_s": pytest.approx(70e-6), "step_s": pytest.approx(100e-6), "steps": 4}
+
+
+def test_kernels_that_run_once_a_step_take_turns(raw):
+    assert raw.take_turns([0, 10, 20], [1, 11, 21])
+    assert raw.take_turns([1, 11, 21], [0, 10, 20])
+    assert raw.take_turns([0, 10], [0, 10])
+    assert not raw.take_turns([0, 10, 20], [11, 12, 21])
+    assert not raw.take_turns([0, 10, 20], [1, 2, 3])
+
+
 def test_nothing_periodic_is_an_error(raw, tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps(trace()))

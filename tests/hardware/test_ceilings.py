@@ -136,6 +136,12 @@ class TestCache:
             lambda text: text.replace("400000000000.0", "-1.0"),
             lambda text: text.replace("400000000000.0", "4e99"),
             lambda text: text.replace("AMD EPYC 9654", "Intel Xeon"),
+            *(
+                lambda text, value=value: text.replace(
+                    '"flops_per_clock": null', f'"flops_per_clock": {value}', 1
+                )
+                for value in ('"many"', "-1.0", "0.0", "1e300", "1e999", "NaN")
+            ),
         ],
         ids=[
             "empty",
@@ -147,6 +153,10 @@ class TestCache:
             "negative",
             "absurd",
             "another device's",
+            *(
+                f"{what} a clock"
+                for what in ("text", "negative", "none", "absurd", "infinite", "nan")
+            ),
         ],
     )
     def test_a_file_of_no_use_is_ignored_in_one_line(self, cache: Path, spoil: object) -> None:

@@ -468,6 +468,15 @@ def test_what_is_no_training_interrupts_a_window(start: Any, how: str, tmp_path:
     assert len(run.windows["stacks"].flags) == 4
 
 
+@pytest.mark.parametrize(
+    ("recorded", "lead"), [(62, 32), (34, 32), (33, 16), (20, 10), (5, 2), (3, 2), (2, 1)]
+)
+def test_a_light_window_that_is_cut_short_keeps_half_of_its_steps(recorded: int, lead: int) -> None:
+    inside = Session(Config()).profiling
+    window = profiling._Window("light", 30, lead=32, flags=[0] * recorded)
+    assert inside._lead_of(window) == lead
+
+
 def test_windows_that_are_always_interrupted_are_given_up(start: Any) -> None:
     run = start()
     training = run.training

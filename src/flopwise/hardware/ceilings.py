@@ -269,4 +269,5 @@ def _path(key: Key) -> Path:
 def _plausible(record: CeilingsRecord) -> bool:
     rates = [g.burst_flops_per_s for g in record.gemm]
     rates += [g.sustained_flops_per_s for g in record.gemm if g.sustained_flops_per_s is not None]
+    rates += [g.flops_per_clock * 1e9 for g in record.gemm if g.flops_per_clock is not None]
     return bool(rates) and all(1e6 < rate < 1e18 for rate in rates)

@@ -154,7 +154,8 @@ def _flops_per_clock(name: str, n: int, layout: str, device: nvml.Device) -> flo
 
     A reading of the clock is off by some percent while the power limit moves it (seen on an H200: 1440 MHz read while kernels
     ran as at 1510). Products of zeros run at the highest clock for tens of milliseconds, with the same kernels and FLOPs; the
-    fastest of them are taken, so that a clock that was lower after all makes this too small, and never too large.
+    fastest of them are taken, so that a clock that was lower after all makes this too small, and never too large. Whoever uses
+    it sees that by the sustained rate, which has its reading.
     """
     highest_mhz = device.read_sm_max_mhz()
     if not highest_mhz:

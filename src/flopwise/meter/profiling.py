@@ -278,6 +278,13 @@ class Profiling:
     def _has_enough(window: _Window) -> bool:
         return len(window.flags) - window.lead >= min(2, window.steps)
 
+    def _lead_of(self, window: _Window) -> int:
+        """Returns how many leading steps do not count; of a window that was cut short, at most half beyond `LEAD`."""
+        n = len(window.flags)
+        if self._has_enough(window):
+            return window.lead
+        return min(window.lead, max(LEAD, n // 2), n - 1)
+
     # ------------------------------------------------------------------ which windows, and when
 
     def _try_to_agree(self) -> None:
@@ -417,7 +424,7 @@ class Profiling:
                 marks_ns=window.marks_ns,
                 delays_ns=[] if None in window.delays_ns else [d or 0 for d in window.delays_ns],
                 flags=window.flags,
-                lead=min(window.lead, len(window.flags) - 1),
+                lead=self._lead_of(window),
                 waits_ns=[(a + offset, b + offset) for a, b in waits],
                 cost_ns=window.cost_ns,
                 bytes=size,

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from flopwise.diagnosis.ledger import live
 from flopwise.diagnosis.ledger.build import Given, LedgerError
 from flopwise.diagnosis.ledger.live import Undisturbed, live_ledger
 from flopwise.diagnosis.ledger.windows import Window
@@ -257,6 +258,11 @@ def test_a_clock_that_is_kept_below_its_highest_is_not_known_to_the_percent(made
     assert excess.ci95 == pytest.approx((excess.s - slack, excess.s + slack))
     found = lines(1980.0)  # nothing keeps it down: it is what is read
     assert found["clock"].ci95 == pytest.approx((found["clock"].s,) * 2)
+    # No line hangs on the clock where what the device does a clock is not known
+    clocks = Clocks(1500.0, 1980.0, None, None, None, None, [])
+    found = {one.name: one for one in made(given=Given(sm_mhz=1500.0), clocks=clocks).lines}
+    assert "clock" not in found
+    assert found["gemm_excess"].ci95 == pytest.approx((found["gemm_excess"].s,) * 2)
 
 
 def test_a_cpus_operators_stand_for_both_windows(window: Write) -> None:
@@ -391,3 +397,23 @@ def test_lines_sum_for_any_mixture(
     assert record.trusted or record.untrusted_because
     for line in record.lines:
         assert line.s >= -1e-12 or line.name in ("residual", "gemm_excess", "hardware", "ceiling")
+
+
+@pytest.mark.parametrize(("python_us", "pace"), [(0.0, 1.0), (400.0, 450 / 850)])
+def test_the_hosts_pace_is_of_recorded_times_not_of_stretched_ones(
+    made: Any, monkeypatch: pytest.MonkeyPatch, python_us: float, pace: float
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(live, "findings", lambda scene: seen.append(scene) or [])
+
+    def queued(t: Any, at: float) -> None:  # for 150, until the ReLU before has ended
+        t.kernel("late", at + 720, 20, at=at + 560, took=150)
+
+    def waits(t: Any, at: float) -> None:
+        queued(t, at)
+        if python_us:
+            t.call("cudaDeviceSynchronize", at + 100, python_us)
+
+    # Kernels that are half as long without operators: stretched to them, none would end in that call
+    made(light={"stretch": 0.5, "extra": waits}, heavy={"extra": queued})
+    assert seen[0].host_pace == pytest.approx(pace)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from flopwise.diagnosis.ledger.replay import Change, Replay, Serial, at_work_ns, without
+from flopwise.diagnosis.ledger.replay import Change, Replay, Serial, _Done, at_work_ns, without
 from flopwise.trace import cpu
-from flopwise.trace.idle import INPUT, SYNC, Host
-from flopwise.trace.launches import launches
+from flopwise.trace.idle import INPUT, SYNC, Blocked, Host
+from flopwise.trace.launches import Launches, launches
 from flopwise.trace.steps import steps
 
 LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
@@ -253,7 +257,7 @@ def test_how_long_the_host_is_at_work(timeline: Any, loader: float, at_work_us: 
     work = launches(events, 0)
     marks = steps(events, work)
     # 2 x 10 to launch and 20 of Python: neither the batch nor the wait for the device
-    found = at_work_ns(events, work, Host(events, work), marks, 1)
+    found = at_work_ns(Host(events, work), marks, 1)
     assert found == pytest.approx(1000 * at_work_us, rel=0.05)
 
 
@@ -274,3 +278,42 @@ def test_a_wait_that_found_the_device_done_waits_for_it_when_the_host_is_faster(
     assert replay.step_ns() == pytest.approx(200_000)
     # The device is done 26 before the call, and 20 after it where the host takes half. An event may be of an earlier time
     assert replay.step_ns(host=0.5) == pytest.approx(1000 * step_us, rel=0.05)
+
+
+def test_a_host_whose_calls_are_not_seen_is_at_work_for_no_known_time(timeline: Any) -> None:
+    made = looped(timeline, 10, sync=True)
+    made.events = [event for event in made.events if event["cat"] != "cuda_runtime"]
+    events = made.read().events
+    work = launches(events, 0)
+    host = Host(events, work)
+    marks = steps(events, work)
+    assert at_work_ns(host, marks, 0) is None
+    full = looped(type(timeline)(timeline.folder), 10, sync=True).read().events
+    work = launches(full, 0)
+    marks = dataclasses.replace(steps(full, work), host_ns=np.asarray([10**12, 10**12 + 1]))
+    assert at_work_ns(Host(full, work), marks, 0) is None  # issues nothing then
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 30)] * 3), max_size=12),
+    st.integers(0, 60),
+    st.integers(1, 60),
+    st.sampled_from(["cudaStreamSynchronize", "cudaEventSynchronize"]),
+)
+def test_what_a_call_waited_for(
+    pieces: list[tuple[int, int, int]], start: int, took: int, call: str
+) -> None:
+    """As told by looking at all work."""
+    launched, delay, length = np.asarray(pieces, np.int64).reshape(-1, 3).T
+    none, at = np.full(len(pieces), -1), launched + delay
+    end = at + length + 1
+    work = Launches(0, none, at, end, none, launched, none, none > 0)
+    before = [k for k in range(len(pieces)) if launched[k] <= start]
+    found = [k for k in before if start < end[k] <= start + took]
+    if all(end[k] <= start for k in before) and call == "cudaStreamSynchronize":
+        found = before
+    one = Blocked(0, start, start + took, SYNC)
+    awaited = _Done(work).awaited(one, call)
+    assert awaited in found if found else awaited == -1
+    assert not found or end[awaited] == max(end[k] for k in found)
+    assert _Done(work).awaited(dataclasses.replace(one, cause=INPUT), call) == -1

@@ -115,6 +115,25 @@ class TestMeasuredHere:
         assert scale.limits("bf16")[0] == pytest.approx(466_000 * 1830e6 / 989.5e12)
         assert scale.limits("fp32")[0] == pytest.approx(53.6 / 1980 / (67 / 1830))  # as before
 
+    @pytest.mark.parametrize(
+        ("zeros", "burst", "taken"),
+        [
+            (450_000.0, 791.6e12, 450_000),  # the reading was 3.5 % too low
+            (279_000.0, 791.6e12, 671e12 / 1440e6),  # at a clock that is locked at 1200 MHz
+            (466_000.0, 940e12, 940e12 / 1980e6),  # zeros were disturbed: no burst does more
+            (-466_000.0, 791.6e12, 671e12 / 1440e6),
+            (0.0, 791.6e12, 671e12 / 1440e6),
+        ],
+    )
+    def test_zeros_that_fall_behind_did_not_run_at_the_highest_clock(
+        self, zeros: float, burst: float, taken: float
+    ) -> None:
+        gemm = GemmCeiling("bf16", burst, "", 671e12, 1440.0, flops_per_clock=zeros)
+        ceilings = dataclasses.replace(CEILINGS, gemm=[gemm])
+        scale, _ = scale_of("NVIDIA H200", None, ceilings=ceilings, sm_mhz=1464.0)
+        assert scale is not None
+        assert scale.limits("bf16")[0] == pytest.approx(taken * 1830e6 / 989.5e12)
+
     def test_a_boosted_clock_is_above_the_sheets(self) -> None:
         scale, _ = scale_of("NVIDIA H200", None, ceilings=CEILINGS, sm_mhz=1980.0, boost_mhz=1.0)
         assert scale is not None

@@ -161,7 +161,7 @@ def _shorter(taken: Taken, kept: float) -> Taken:
 def _host_pace(light: Taken | None, heavy: Taken) -> float | None:
     """Returns how long the host is at work in a step of the light window, over a step of the heavy one; None: not known."""
     found = [
-        at_work_ns(one.trace.events, one.job.work, one.host, one.marks, one.sound.first)
+        at_work_ns(one.host, one.marks, one.sound.first)
         for one in (light, heavy)
         if one is not None and one.host is not None
     ]
@@ -274,8 +274,8 @@ class _Lines:
 
 
 def _moving_phi(taken: Taken, clocks: Clocks | None) -> float | None:
-    """Returns the clock over the stated one where it is below the highest, None where it is not or neither is known."""
-    phi = taken.scale.phi if taken.scale else None
+    """Returns the clock over the stated one where it is below the highest; None where it is not, or no line hangs on it."""
+    phi = taken.scale.phi if taken.scale and taken.scale.eta else None
     if clocks is None or clocks.sm_mhz is None or clocks.sm_max_mhz is None:
         return None
     return phi if clocks.sm_mhz < clocks.sm_max_mhz else None
@@ -287,9 +287,8 @@ def _with_clock(
     """Returns the interval of `clock` or of `gemm_excess`, which share what the clock's reading leaves open."""
     at_stated = values["ideal"] + values["precision"] + values["ceiling"]
     slack = CLOCK_FRAC * at_stated / phi
-    more = min(
-        slack, max(0.0, values["gemm_excess"])
-    )  # the clock cannot explain more than there is
+    # The clock cannot explain more than there is.
+    more = min(slack, max(0.0, values["gemm_excess"]))
     return (low - slack, high + more) if name == "clock" else (low - more, high + slack)
 
 

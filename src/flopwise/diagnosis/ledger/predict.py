@@ -37,13 +37,16 @@ class Predict:
         """Returns the gain of a change; None where the replay does not reproduce the steps."""
         if self.pace is None:
             return None
-        play = self._scene.replay.step_ns
-        before = play(AS_IT_WAS, *self.pace)
-        return max(0.0, float(1 - play(change, *self.pace) / before))
+        after_ns = self._scene.replay.step_ns(change, *self.pace)
+        return max(0.0, float(1 - after_ns / self._before_ns))
 
     def faster(self, ratio: Mapping[int, float]) -> float | None:
         """Returns the gain where pieces of work, by position, take so much of their time; none takes longer than it did."""
         return self(Change(work_ns=lambda k, ns: ns * min(1.0, ratio.get(k, 1.0))))
+
+    @cached_property
+    def _before_ns(self) -> float:
+        return self._scene.replay.step_ns(AS_IT_WAS, *(self.pace or (1.0, 1.0)))
 
     @cached_property
     def pace(self) -> tuple[float, float] | None:

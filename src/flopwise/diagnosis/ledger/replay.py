@@ -1,10 +1,10 @@
 """What a step would take with one cause removed: the trace played again, host and device, by their dependencies.
 
 The host issues in the recorded order: between two items it takes as long as it took, or so much of it as a host without a
-profiler takes. A piece of work starts once it is
-launched, its stream is free, and work of another stream that it waited for is done; the delay that it had then it has again after whichever of both it had to wait for. A call that waits for the device returns when what was issued
-before it is done. So what a cause hides behind another one stays hidden, and a step never gets shorter than its remaining
-device time or its remaining host time.
+profiler takes. A piece of work starts once it is launched, its stream is free, and work of another stream that it waited for
+is done; the delay that it had after the last of them it has again. A call that waits for the device returns when what was
+issued before it is done. So what a cause hides behind another one stays hidden, and a step never gets shorter than its
+remaining device time or its remaining host time.
 """
 
 from __future__ import annotations
@@ -282,24 +282,26 @@ class Serial:
         return self._rest_ns * host * change.host + work_ns / self._steps
 
 
-def at_work_ns(
-    events: Events, work: Launches, host: Host, marks: Steps, first: int
-) -> float | None:
-    """Returns how long the host is at work in a step: all but its waits for batches, for the device, and for a place in
-    its queue. None where it issues nothing in the steps from `first` on.
+def at_work_ns(host: Host, marks: Steps, first: int) -> float | None:
+    """Returns how long the host is at work in a step, in the mean over the steps from `first` on.
+
+    That is all of a step but the waits for batches, for the device, and for a place in its queue. None where no call that
+    issues work is seen in these steps: then its waits are not seen, either.
     """
+    events, work = host.events, host.work
     low, high = int(marks.host_ns[first]), int(marks.host_ns[-1])
+    issued = (work.runtime >= 0) & (work.launched_ns >= low) & (work.launched_ns < high)
+    if not issued.any():
+        return None
     stream = events.stream[work.rows]
     order = np.argsort(work.start_ns, kind="stable")
     waited, until = 0, low
-    seen = False
     for item in _items(events, work, host, _launched(work, stream, order)):
-        seen = seen or low <= item.start_ns < high
         if item.kind != LAUNCH or item.awaited >= 0:
             end = min(item.end_ns, high)
             waited += max(0, end - max(item.start_ns, until))
             until = max(until, end)
-    return (high - low - waited) / (len(marks) - first) if seen and high > low else None
+    return (high - low - waited) / (len(marks) - first)
 
 
 def without(kind: str, left_ns: int = 0) -> Change:
@@ -348,40 +350,46 @@ def _items(events: Events, work: Launches, host: Host, launched_ns: Ints) -> lis
     for one in host.blocked:
         fed = one.cause == INPUT and one.end_ns - one.start_ns >= UNREADY_NS
         fed = fed and "SingleProcess" not in events.name_of(one.row)
-        item = Item(
-            one.start_ns, one.end_ns, one.cause, awaited=_awaited(events, work, one), fed=fed
-        )
-        items.append(item)
+        awaited = done.awaited(one, events.name_of(one.row))
+        items.append(Item(one.start_ns, one.end_ns, one.cause, awaited=awaited, fed=fed))
     return sorted(items, key=lambda item: (item.start_ns, item.kind != LAUNCH, item.end_ns))
 
 
 class _Done:
-    """Finds the work that ended last in a stretch of time."""
+    """Finds the work that ended last: in a stretch of time, or of what had been launched before one."""
 
     def __init__(self, work: Launches) -> None:
+        self._launched = work.launched_ns
         self._order = np.argsort(work.end_ns, kind="stable")
         self._ends = work.end_ns[self._order]
+        by_launch = np.argsort(work.launched_ns, kind="stable")
+        self._launches = work.launched_ns[by_launch]
+        latest = np.maximum.accumulate(work.end_ns[by_launch]) if len(by_launch) else by_launch
+        self._latest_ends = latest  # of all that was launched up to there
+        first = np.flatnonzero(np.diff(latest, prepend=-(2**62)) > 0)
+        reached = np.searchsorted(latest[first], latest, "right") - 1
+        self._last: Ints = by_launch[first[reached]]  # which piece of work that is
 
     def between(self, low_ns: int, high_ns: int) -> int:
         """Returns its position, -1 where none ended there."""
         at = int(np.searchsorted(self._ends, high_ns, "right")) - 1
         return int(self._order[at]) if at >= 0 and self._ends[at] > low_ns else -1
 
+    def awaited(self, one: Blocked, call: str) -> int:
+        """Returns which work a blocking call of this name waited for: the last that ended while it blocked; -1: none.
 
-def _awaited(events: Events, work: Launches, one: Blocked) -> int:
-    """Returns which work a blocking call waited for: the last that ended while it blocked; -1: none.
-
-    A call that waits for all that was launched, and found it done, would have waited for the last of it on a faster host.
-    """
-    if one.cause != SYNC:
+        A call that waits for all that was launched, and found it done, would have waited for the last of it on a faster host.
+        """
+        launched = int(np.searchsorted(self._launches, one.start_ns, "right")) - 1
+        if one.cause != SYNC or launched < 0:
+            return -1
+        if self._latest_ends[launched] <= one.start_ns:  # nothing is left to be waited for
+            return -1 if _of_an_event(call) else int(self._last[launched])
+        low, high = np.searchsorted(self._ends, (one.start_ns, one.end_ns), "right").tolist()
+        for at in range(high - 1, low - 1, -1):
+            if self._launched[self._order[at]] <= one.start_ns:
+                return int(self._order[at])
         return -1
-    before = work.launched_ns <= one.start_ns
-    during = before & (work.end_ns > one.start_ns) & (work.end_ns <= one.end_ns)
-    pending = before & (work.end_ns > one.start_ns)
-    if not pending.any() and not _of_an_event(events.name_of(one.row)):
-        during = before
-    found = np.flatnonzero(during)
-    return int(found[np.argmax(work.end_ns[found])]) if len(found) else -1
 
 
 def _of_an_event(call: str) -> bool:
