@@ -157,12 +157,18 @@ def _why_none(profile: Profile) -> str:
 def _window(folder: Path, noted: ProfiledWindow) -> Window | str:
     """Returns a window, or why it has none to show."""
     try:
-        return Window.of(_read(folder, noted), noted)
+        return Window.of(read_window(folder, noted), noted)
     except LedgerError as error:
         return str(error)
 
 
-def _read(folder: Path, noted: ProfiledWindow) -> Trace:
+def read_window(folder: Path, noted: ProfiledWindow) -> Trace:
+    """Returns the trace of a window, packed or not.
+
+    Raises:
+        LedgerError: it is not there.
+        TraceError: it cannot be read.
+    """
     for name in (noted.file, noted.file + PACKED):
         path = _inside(folder, name)
         if path is not None:
@@ -187,7 +193,7 @@ def _stacks(folder: Path, noted: ProfiledWindow | None) -> Window | None:
     if noted is None:
         return None
     try:
-        return Window.of(_read(folder, noted), noted)
+        return Window.of(read_window(folder, noted), noted)
     except FlopwiseError:
         return None
 

@@ -25,6 +25,8 @@ WORDS = {
     "memory_bound": "memory: bytes at full bandwidth",
     "memory_excess": "memory: above that",
     "memory_unsplit": "memory: shapes or bandwidth unknown",
+    "comm_transfer": "collectives, while data moves",
+    "comm_wait": "collectives, waiting for other ranks",
     "comm_unsplit": "collectives: waiting and moving",
     "contention": "compute slowed by collectives",
     "exposed_copy": "copies between host and device",

@@ -66,19 +66,10 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
     try:
         taken = take(trace, wanted.device, wanted.given or Given())
     except LedgerError as error:
-        return RankSummary(
-            path=wanted.path,
-            rank=wanted.rank if rank is None else rank,
-            world_size=world_size,
-            device=None,
-            device_name=None,
-            ledger=None,
-            reason=str(error),
-            bounds_ns=np.zeros(0, np.int64),
-            calls=no_calls(),
-            defects=[],
-            events=len(trace.events),
+        known = dataclasses.replace(
+            wanted, rank=wanted.rank if rank is None else rank, world_size=world_size
         )
+        return no_ledger(known, str(error), len(trace.events))
     record = ledger
     if record is None:
         record = record_of(taken)
@@ -103,6 +94,23 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
             taken.job.events, taken.job.work, int(bounds[0]), int(bounds[-1]), len(bounds) - 1
         ),
         events=len(trace.events),
+    )
+
+
+def no_ledger(wanted: Wanted, reason: str, events: int = 0) -> RankSummary:
+    """Returns the summary of a rank of which there is nothing but the reason."""
+    return RankSummary(
+        path=wanted.path,
+        rank=wanted.rank,
+        world_size=wanted.world_size,
+        device=None,
+        device_name=None,
+        ledger=None,
+        reason=reason,
+        bounds_ns=np.zeros(0, np.int64),
+        calls=no_calls(),
+        defects=[],
+        events=events,
     )
 
 

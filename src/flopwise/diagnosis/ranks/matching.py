@@ -7,6 +7,7 @@ rank, and all steps look alike. Calls between two ranks are matched by pair and 
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,12 @@ from flopwise.diagnosis.ranks.summary import Calls, RankSummary
 Ints = npt.NDArray[np.int64]
 ALL = ""  # the group of a call that does not name one
 #: Two ranks' windows may begin and end so many calls apart.
-MOST_SHIFT = 4096
-#: Of alignments the one that moves the least is taken, unless the calls' ends scatter less in another one by this factor and time.
-CLEARLY, ALIKE_NS = 2.0, 50_000
+MOST_SHIFT = 512
+#: Of alignments in which the calls' ends scatter by no more than this factor of the least, and this time beyond it, ...
+CLEARLY, ALIKE_NS = 2.0, 10_000
+#: ... the one is taken in which both clocks agree within this: they are those of one machine, or well kept. Else the one that moves
+#: the calls the least.
+ONE_CLOCK_NS = 1_000_000
 #: Fewer calls that fit are a chance.
 FEWEST = 2
 
@@ -119,11 +123,7 @@ def _by_sequence(
             return None
         for number, value in zip(numbers, sequence.tolist(), strict=True):
             where[value][position] = number
-    return [
-        Matched(tuple(of), tuple(of.values()))
-        for _, of in sorted(where.items())
-        if len(of) == len(numbers_of)
-    ]
+    return [_matched(of) for _, of in sorted(where.items()) if len(of) == len(numbers_of)]
 
 
 def _by_content(numbers_of: dict[int, list[int]], ranks: Sequence[RankSummary]) -> list[Matched]:
@@ -136,59 +136,79 @@ def _by_content(numbers_of: dict[int, list[int]], ranks: Sequence[RankSummary]) 
             continue
         for mine, theirs in _aligned(ranks[reference].calls, base, ranks[position].calls, numbers):
             of_base[mine][position] = theirs
-    whole = [of for of in of_base.values() if len(of) == len(numbers_of)]
-    return [Matched(tuple(of), tuple(of.values())) for of in whole]
+    return [_matched(of) for of in of_base.values() if len(of) == len(numbers_of)]
+
+
+def _matched(of: dict[int, int]) -> Matched:
+    ranks = tuple(sorted(of))
+    return Matched(ranks, tuple(of[p] for p in ranks))
 
 
 def _aligned(one: Calls, mine: list[int], other: Calls, theirs: list[int]) -> list[tuple[int, int]]:
     """Returns the pairs of calls of two ranks that are one call."""
     fewest = max(FEWEST, -(-min(len(mine), len(theirs)) // 2))
     most = min(MOST_SHIFT, max(len(mine), len(theirs)) - fewest)
-    words = [_words(one, i) for i in mine], [_words(other, i) for i in theirs]
-    found: list[tuple[float, int, list[tuple[int, int]]]] = []
+    words = _words(one, mine), _words(other, theirs)
+    found: list[tuple[float, float, list[tuple[int, int]]]] = []  # scatter, offset, pairs
     for shift in sorted(range(-most, most + 1), key=abs):
-        pairs = _pairs(len(mine), len(theirs), shift)
-        if len(pairs) < fewest or not all(_fit(words[0][a], words[1][b]) for a, b in pairs):
+        a, b = _positions(len(mine), len(theirs), shift)
+        if len(a) < fewest or not _fit(words[0][a], words[1][b]).all():
             continue
-        both = [(mine[a], theirs[b]) for a, b in pairs]
-        found.append((_scatter(one, other, both), abs(shift), both))
+        both = [(mine[x], theirs[y]) for x, y in zip(a.tolist(), b.tolist(), strict=True)]
+        found.append((*_apart(one, other, both), both))
     if found:
         least = min(scatter for scatter, _, _ in found)
-        return min((f for f in found if f[0] <= CLEARLY * least + ALIKE_NS), key=lambda f: f[1])[2]
+        good = [f for f in found if f[0] <= CLEARLY * least + ALIKE_NS]
+        nearest = min(good, key=lambda f: abs(f[1]))
+        return nearest[2] if abs(nearest[1]) <= ONE_CLOCK_NS else good[0][2]
     return _common(mine, theirs, words)
 
 
-def _pairs(n: int, m: int, shift: int) -> list[tuple[int, int]]:
+def _positions(n: int, m: int, shift: int) -> tuple[Ints, Ints]:
     """Returns the positions that lie on one another, from the end, one list moved by some places, the last pair first."""
     a, b = n - 1 - max(0, shift), m - 1 - max(0, -shift)
-    length = min(a, b) + 1
-    return [(a - k, b - k) for k in range(max(0, length))]
+    back = np.arange(max(0, min(a, b) + 1))
+    return a - back, b - back
 
 
-def _words(calls: Calls, i: int) -> tuple[str, str, int]:
-    return calls.op[i], calls.dtype[i], int(calls.nbytes[i])
+def _words(calls: Calls, numbers: list[int]) -> Ints:
+    """Returns what calls say of themselves as numbers: operation, dtype and bytes, shape (n, 3); -1: not said.
+
+    The two ends of a point-to-point call have one number.
+    """
+    codes = [
+        (
+            _code("send" if calls.op[i] == "recv" else calls.op[i]),
+            _code(calls.dtype[i]) if calls.dtype[i] else -1,
+            int(calls.nbytes[i]),
+        )
+        for i in numbers
+    ]
+    return np.asarray(codes, np.int64).reshape(-1, 3)
 
 
-def _fit(one: tuple[str, str, int], other: tuple[str, str, int]) -> bool:
-    """Whether two calls can be one: what both say is the same. The ends of a point-to-point call have two names."""
-    if one[0] != other[0] and {one[0], other[0]} != {"send", "recv"}:
-        return False
-    if one[1] and other[1] and one[1] != other[1]:
-        return False
-    return one[2] < 0 or other[2] < 0 or one[2] == other[2]
+def _code(word: str) -> int:
+    return zlib.crc32(word.encode())
 
 
-def _scatter(one: Calls, other: Calls, pairs: list[tuple[int, int]]) -> float:
-    """Returns how far the differences of the calls' ends lie from their median, median."""
+def _fit(one: Ints, other: Ints) -> npt.NDArray[np.bool_]:
+    """Returns which calls can be one, row by row: what both say is the same."""
+    same: npt.NDArray[np.bool_] = ((one == other) | (one < 0) | (other < 0)).all(axis=-1)
+    return same
+
+
+def _apart(one: Calls, other: Calls, pairs: list[tuple[int, int]]) -> tuple[float, float]:
+    """Returns how far the differences of the calls' ends lie from their median, median, and that median."""
     a, b = (np.asarray(part, np.int64) for part in zip(*pairs, strict=True))
     apart = other.end_ns[b] - one.end_ns[a]
-    return float(np.median(np.abs(apart - np.median(apart))))
+    middle = float(np.median(apart - apart[0])) + float(apart[0])
+    return float(np.median(np.abs(apart - apart[0] - (middle - float(apart[0]))))), middle
 
 
 def _common(
     mine: list[int],
     theirs: list[int],
-    words: tuple[list[tuple[str, str, int]], list[tuple[str, str, int]]],
+    words: tuple[Ints, Ints],
 ) -> list[tuple[int, int]]:
     """Returns the pairs of calls in runs that both ranks have, from the end: where one of them has calls of its own."""
     pairs: list[tuple[int, int]] = []
@@ -205,9 +225,7 @@ def _common(
     return pairs if len(pairs) >= FEWEST else []
 
 
-def _next(
-    words: tuple[list[tuple[str, str, int]], list[tuple[str, str, int]]], a: int, b: int
-) -> tuple[int, int] | None:
+def _next(words: tuple[Ints, Ints], a: int, b: int) -> tuple[int, int] | None:
     """Returns the nearest positions before these at which three calls in a row fit again."""
     for away in range(1, 65):
         for back in range(away + 1):

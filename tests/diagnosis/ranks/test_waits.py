@@ -1,0 +1,101 @@
+"""Waiting told from transferring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flopwise.diagnosis.ranks.clocks import Clocks
+from flopwise.diagnosis.ranks.matching import Matched, match
+from flopwise.diagnosis.ranks.waits import waits
+
+NO_CLOCKS = Clocks({}, {})
+
+
+def of(rank: Any, *calls: list[dict[str, Any]]) -> Any:
+    ranks = [rank(r, mine, world=len(calls)) for r, mine in enumerate(calls)]
+    matched = [Matched(tuple(range(len(calls))), (i,) * len(calls)) for i in range(len(calls[0]))]
+    return waits(matched, ranks, NO_CLOCKS)
+
+
+def test_a_rank_waits_until_the_last_one_comes(rank: Any) -> None:
+    found = of(
+        rank,
+        [{"start": 0, "end": 50}],
+        [{"start": 30, "end": 50}],
+        [{"start": 10, "end": 50}],
+    )
+    assert [found.wait_ns[p].tolist() for p in range(3)] == [[30_000], [0], [20_000]]
+    assert found.last == [1]
+    assert found.caused_ns == [pytest.approx(50_000 / 3)]
+    assert found.others_ns == [25_000]
+    assert found.share_of(0, np.asarray([50_000])) == 0.6
+
+
+def test_nobody_waits_longer_than_the_call(rank: Any) -> None:
+    found = of(rank, [{"start": 0, "end": 20}], [{"start": 90, "end": 95}])
+    assert found.wait_ns[0].tolist() == [20_000]
+
+
+def test_clocks_are_corrected(rank: Any) -> None:
+    ranks = [rank(0, [{"start": 0, "end": 50}]), rank(1, [{"start": 1030, "end": 1050}])]
+    found = waits([Matched((0, 1), (0, 0))], ranks, Clocks({0: 0, 1: 1_000_000}, {}))
+    assert found.wait_ns[0].tolist() == [30_000]
+
+
+def test_what_compute_hides_of_a_wait_is_not_exposed(rank: Any) -> None:
+    mine = {"start": 0, "end": 100, "covered": [(0, 10), (25, 60)]}
+    found = of(rank, [mine], [{"start": 40, "end": 100}])
+    assert found.wait_ns[0].tolist() == [40_000]
+    assert found.exposed_ns[0].tolist() == [15_000]  # 10 to 25
+
+
+def test_a_rank_that_waits_in_two_calls_at_once_waits_once(rank: Any) -> None:
+    found = of(
+        rank,
+        [{"start": 0, "end": 60}, {"start": 10, "end": 70}],
+        [{"start": 50, "end": 60}, {"start": 50, "end": 70}],
+    )
+    assert found.wait_ns[0].tolist() == [50_000, 40_000]
+    assert found.others_ns == [50_000, 0]
+    assert sum(found.caused_ns) == 25_000
+
+
+def test_calls_without_a_twin_are_not_known(rank: Any) -> None:
+    ranks = [rank(0, [{"start": 0, "end": 9}, {"start": 20, "end": 30}]), rank(1, [])]
+    found = waits(match(ranks).matched, ranks, NO_CLOCKS)
+    assert found.wait_ns[0].tolist() == [-1, -1]
+    assert found.share_of(0, np.asarray([9_000, 10_000])) is None
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 500), st.integers(1, 500)), min_size=3, max_size=3),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_waits_are_parts_of_their_calls_and_what_is_caused_is_their_mean(
+    rank: Any, spans: list[list[tuple[int, int]]]
+) -> None:
+    calls: list[list[dict[str, Any]]] = [[], [], []]
+    for k, row in enumerate(spans):
+        for r, (start, length) in enumerate(row):
+            at = 2000 * k + start
+            calls[r].append({"start": at, "end": at + length})
+    found = of(rank, *calls)
+    total = 0
+    for r in range(3):
+        wait = found.wait_ns[r]
+        length_ns = np.asarray([1000 * (c["end"] - c["start"]) for c in calls[r]])
+        assert ((wait >= 0) & (wait <= length_ns)).all()
+        assert (found.exposed_ns[r] <= wait).all()
+        total += int(wait.sum())
+    assert 3 * sum(found.caused_ns) == pytest.approx(total)  # no two calls of a rank at once
