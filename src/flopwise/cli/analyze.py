@@ -1,4 +1,7 @@
-"""`flopwise analyze TRACE`: the ledger of a trace that a profiler recorded. Needs no torch and no device."""
+"""`flopwise analyze PATH...`: the ledger of a trace that a profiler recorded, or of a job by the traces of its ranks.
+
+Needs no torch and no device.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,17 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flopwise.cli.report import _width
 from flopwise.errors import UsageError
 
 if TYPE_CHECKING:
+    from flopwise.hardware.accelerators import Peak
+    from flopwise.trace.sources import Sources
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 QUIET_S = 2.0  # reading that takes longer says how far it is
@@ -23,11 +30,19 @@ def add_parser(subparsers: Subparsers) -> None:
     """Adds the `analyze` command."""
     parser = subparsers.add_parser(
         "analyze",
-        help="where the time of a recorded trace goes",
-        description="Reads a trace of the PyTorch profiler (.json or .json.gz) and divides the steps of one device "
-        "into lines that sum to them. Needs neither torch nor a device.",
+        help="where the time of recorded traces goes",
+        description="Reads the traces of a job: of the PyTorch profiler (.json or .json.gz), of Nsight Systems (SQLite exports), or "
+        "a run folder of flopwise. Of one file it divides the steps of one device into lines that sum to them; of a folder, or of "
+        "several files, it also lays the ranks on one another: health, collectives, waiting, stragglers. Needs neither torch nor a "
+        "device.",
     )
-    parser.add_argument("trace", metavar="TRACE", type=Path, help="the file of one process")
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        type=Path,
+        nargs="+",
+        help="the trace of one process, several of them, or a folder of them",
+    )
     parser.add_argument(
         "--device", metavar="N", type=int, help="device in the trace (default: the busiest)"
     )
@@ -37,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="peak FLOP/s of the device, e.g. 989.5T or bf16=989.5T (default: by its exact name)",
     )
     parser.add_argument(
-        "--json", metavar="PATH", type=Path, help="write the ledger as JSON, too (- for stdout)"
+        "--json", metavar="PATH", type=Path, help="write what was found as JSON, too (- for stdout)"
     )
     parser.add_argument("--html", metavar="PATH", help="write the report as one HTML file, too")
     parser.add_argument(
@@ -49,64 +64,139 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0 after printing the ledger, 1 where the file was read in part only.
+    """Returns 0 after printing what was found, 1 where a file was read in part only.
 
     Raises:
         TraceError: the file cannot be read, or is no trace.
         LedgerError: it has no work of a device.
+        SourceError: there is nothing to be read, or two files are of one rank.
         RunFolderError: the ledger or its report cannot be written.
-        UsageError: the peak is no rate, or what is written would replace the trace.
+        UsageError: the peak is no rate, or what is written would replace a trace.
     """
-    from flopwise.diagnosis.ledger.build import Given, ledger
     from flopwise.hardware.accelerators import parse_peak
-    from flopwise.records import store
-    from flopwise.reports.stream import look, write
-    from flopwise.reports.terminal import render_ledger
-    from flopwise.trace.chrome import read
+    from flopwise.trace.sources import find
 
     peak = parse_peak(args.peak) if args.peak is not None else None
     _check_targets(args)
-    progress = Progress(args.trace.name) if sys.stderr.isatty() else None
+    if len(args.path) == 1 and args.path[0].is_file():
+        sources = find(args.path)
+        if [one.kind for one in sources] == ["kineto"]:
+            return _one(args, peak)
+        return _several(args, peak, sources)
+    return _several(args, peak, find(args.path))
+
+
+def _one(args: argparse.Namespace, peak: Peak | None) -> int:
+    """Reports the trace of one process."""
+    from flopwise.diagnosis.ledger.build import Given
+    from flopwise.diagnosis.ranks.collect import Wanted, summary_of
+    from flopwise.diagnosis.ranks.job import job_of
+    from flopwise.errors import FlopwiseError
+    from flopwise.records import store
+    from flopwise.reports.terminal import render_ledger
+    from flopwise.trace.chrome import read
+
+    path = args.path[0]
+    progress = Progress(path.name) if sys.stderr.isatty() else None
     try:
-        trace = read(args.trace, progress)
+        trace = read(path, progress)
     finally:
         if progress is not None:
             progress.end()
-    record = ledger(trace, args.device, Given(peak=peak))
-    partial = trace.damage.ends_early is not None
-    saved = []
-    if args.html is not None:
+    found = summary_of(trace, Wanted(str(path), None, None, args.device, Given(peak=peak)))
+    if found.ledger is None:
+        raise FlopwiseError(found.reason or f"{path}: there is no ledger")
+    record = found.ledger
+
+    def text() -> str:
+        return store.encode_together(record, job_of([found]))
+
+    def page() -> str:
         from flopwise.reports.html import render_ledger_html
 
-        store.put_text("--html", args.html, render_ledger_html(record))
+        return render_ledger_html(record)
+
+    def shown(**how: Any) -> str:
+        return render_ledger(record, **how)
+
+    return _put(args, text, page, shown, partial=trace.damage.ends_early is not None)
+
+
+def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> int:
+    """Reports a job by the traces of its ranks."""
+    from flopwise.measurement.jobs import analyse
+    from flopwise.records import store
+    from flopwise.reports.terminal import render_job
+
+    told = Ranks() if sys.stderr.isatty() else None
+    try:
+        record = analyse(sources, device=args.device, peak=peak, told=told)
+    finally:
+        if told is not None:
+            told.end()
+
+    def text() -> str:
+        return store.encode(record)
+
+    def page() -> str:
+        from flopwise.reports.html import render_job_html
+
+        return render_job_html(record)
+
+    def shown(**how: Any) -> str:
+        return render_job(record, **how)
+
+    partial = any(one.ledger is None for one in record.ranks)
+    return _put(args, text, page, shown, partial=partial)
+
+
+def _put(
+    args: argparse.Namespace,
+    text: Callable[[], str],
+    page: Callable[[], str],
+    shown: Callable[..., str],
+    *,
+    partial: bool,
+) -> int:
+    """Writes what --json and --html ask for, and prints the report; returns the exit code."""
+    from flopwise.records import store
+    from flopwise.reports.stream import look, write
+
+    saved = []
+    if args.html is not None:
+        store.put_text("--html", args.html, page())
         saved.append(args.html)
     if str(args.json) == "-":
-        write(sys.stdout, store.encode(record))
+        write(sys.stdout, text())
         return int(partial)
     if args.json is not None:
-        store.put_text("--json", str(args.json), store.encode(record))
+        store.put_text("--json", str(args.json), text())
         saved.append(str(args.json))
     seen = look(sys.stdout, width=args.width)
-    text = render_ledger(
-        record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only, saved=saved
-    )
-    write(sys.stdout, text)
+    how = {"width": seen.width, "color": seen.color, "ascii_only": seen.ascii_only}
+    write(sys.stdout, shown(**how, saved=saved))
     return int(partial)
 
 
 def _check_targets(args: argparse.Namespace) -> None:
-    """Checks that nothing is written over the trace, nor twice to one file.
+    """Checks that nothing is written over a trace, nor twice to one file.
 
     Raises:
         UsageError: it would be.
     """
-    taken = {os.path.realpath(args.trace): "the trace itself"}
+    taken = {os.path.realpath(path): "the trace itself" for path in args.path}
+    folders = [os.path.realpath(path) for path in args.path if path.is_dir()]
     for option, target in (("--json", args.json), ("--html", args.html)):
         if target is None or str(target) == "-" or not _is_file_or_new(target):
             continue
         path = os.path.realpath(target)
         if path in taken:
             raise UsageError(f"{option} {target}: that is {taken[path]}. Nothing was written")
+        if os.path.exists(path) and any(path.startswith(folder + os.sep) for folder in folders):
+            raise UsageError(
+                f"{option} {target}: that file lies among the traces, and would be replaced. Give another path; nothing was "
+                "written"
+            )
         taken[path] = f"what {option} names"
 
 
@@ -133,6 +223,27 @@ class Progress:
 
         text = f"\r{visible(self._name, ascii_only=True)}: {n_bytes / 1e6:.0f} MB read, {rate:.0f} MB/s "
         print(text, end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Ends the line, if there is one."""
+        if self._shown:
+            print(file=sys.stderr, flush=True)
+
+
+class Ranks:
+    """Tells on standard error how many ranks were read, once it takes long."""
+
+    def __init__(self) -> None:
+        self._began = self._told = time.monotonic()
+        self._shown = False
+
+    def __call__(self, done: int, of: int) -> None:
+        """Says how many are done, unless it was said just now."""
+        now = time.monotonic()
+        if now - self._began <= QUIET_S or (now - self._told <= EVERY_S and done < of):
+            return
+        self._told, self._shown = now, True
+        print(f"\r{done} of {of} ranks read ", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         """Ends the line, if there is one."""

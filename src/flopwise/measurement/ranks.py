@@ -27,15 +27,33 @@ def summaries_of(folder: Path, peak: Peak | None = None) -> list[RankSummary]:
         RunFolderError: no rank has written there.
         RecordError: a record is damaged.
     """
-    paths = sorted((folder / folders.RANKS).glob("*.json"))
-    ranks = summary.one_per_rank(
-        [store.read(path, RankRecord, rank_records.SCHEMA) for path in paths]
-    )
-    if not ranks:
-        raise RunFolderError(f"{folder}: no rank has written a record there")
+    ranks = _ranks(folder)
     context = summary.Context(command=[], script="", peak=peak)
     record = _record(folder, ranks, context)
     return [_summary(folder, one, record, context) for one in ranks]
+
+
+def summary_of_rank(folder: Path, rank: int, peak: Peak | None = None) -> RankSummary:
+    """Returns one rank of a run folder.
+
+    Raises:
+        RunFolderError: that rank has not written there.
+        RecordError: a record is damaged.
+    """
+    ranks = _ranks(folder)
+    found = [one for one in ranks if one.rank == rank]
+    if not found:
+        raise RunFolderError(f"{folder}: rank {rank} has written no record there")
+    context = summary.Context(command=[], script="", peak=peak)
+    return _summary(folder, found[0], _record(folder, ranks, context), context)
+
+
+def _ranks(folder: Path) -> list[RankRecord]:
+    paths = sorted((folder / folders.RANKS).glob("*.json"))
+    read = [store.read(path, RankRecord, rank_records.SCHEMA) for path in paths]
+    if not read:
+        raise RunFolderError(f"{folder}: no rank has written a record there")
+    return summary.one_per_rank(read)
 
 
 def _record(folder: Path, ranks: list[RankRecord], context: summary.Context) -> RunRecord:

@@ -31,6 +31,16 @@ def encode(record: Any) -> str:
     return json.dumps(_plain(dataclasses.asdict(record), ""), indent=1, allow_nan=False) + "\n"
 
 
+def encode_together(record: Any, more: Any) -> str:
+    """Returns a record as JSON with those fields of a second one that it does not have itself.
+
+    Raises:
+        RecordError: a number is NaN or infinite.
+    """
+    both = {**dataclasses.asdict(more), **dataclasses.asdict(record)}
+    return json.dumps(_plain(both, ""), indent=1, allow_nan=False) + "\n"
+
+
 def _plain(value: Any, where: str) -> Any:
     """Returns `value` with nothing in it that JSON lacks; `where` is its field, for the error."""
     if isinstance(value, dict):

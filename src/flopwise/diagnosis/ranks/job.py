@@ -162,6 +162,7 @@ def _rank(
         ledger, reason = None, "withheld: a defect of its trace would make it wrong"
     elif ledger is not None:
         ledger = split(one, p, waited, withheld)
+        ledger = dataclasses.replace(ledger, heat=None) if ledger is not None else None
     return RankRecord(
         rank=p if one.rank is None else one.rank,
         path=one.path,

@@ -1,0 +1,136 @@
+"""A job from the traces of its ranks: each is read on its own, on as many cores or machines as there are, then they meet."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flopwise.diagnosis.ledger.build import Given
+from flopwise.diagnosis.ranks.collect import Wanted, no_ledger, summary_of
+from flopwise.diagnosis.ranks.job import job_of
+from flopwise.diagnosis.ranks.summary import RankSummary
+from flopwise.errors import FlopwiseError
+from flopwise.hardware.accelerators import Peak
+from flopwise.measurement.ranks import summary_of_rank
+from flopwise.records.job import JobRecord
+from flopwise.trace.chrome import read
+from flopwise.trace.nsys import read_nsys
+from flopwise.trace.sources import Source, Sources, settled, with_rank
+
+TRACES = ("kineto", "nsys", "run")
+#: Told after each rank: how many are done, of how many.
+Told = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is to be done with one rank; it can be sent to another process or machine that sees the same files."""
+
+    source: Source
+    device: int | None = None
+    peak: Peak | None = None
+
+
+def read_rank(stage: Stage) -> RankSummary:
+    """Returns what one rank comes down to. A trace that cannot be read is a rank without a ledger, and says why."""
+    source = stage.source
+    wanted = Wanted(
+        str(source.path), source.rank, source.world_size, stage.device, Given(peak=stage.peak)
+    )
+    try:
+        if source.kind == "run":
+            return summary_of_rank(source.path, source.rank or 0, stage.peak)
+        trace = read_nsys(source.path) if source.kind == "nsys" else read(source.path)
+        return summary_of(trace, replace(wanted, rank=with_rank(source, trace.header).rank))
+    except FlopwiseError as error:
+        return no_ledger(wanted, str(error))
+
+
+def analyse(
+    sources: Sources,
+    *,
+    device: int | None = None,
+    peak: Peak | None = None,
+    executor: Executor | None = None,
+    told: Told | None = None,
+) -> JobRecord:
+    """Returns what is said of the job whose ranks' traces these are.
+
+    Args:
+        sources: of each rank one.
+        device: in each trace (None: the busiest).
+        peak: of the device, instead of the table's.
+        executor: maps the ranks over processes or machines; None: over the cores of this one.
+        told: is called after each rank.
+
+    Raises:
+        SourceConflict: two of them are of the same rank.
+        FlopwiseError: none of them can be read.
+    """
+    stages = [Stage(one, device, peak) for one in sources if one.kind in TRACES]
+    with contextlib.ExitStack() as stack:
+        if executor is None and len(stages) > 1 and workers(len(stages)) > 1:
+            executor = stack.enter_context(_pool(workers(len(stages))))
+        found = list(_mapped(stages, executor, told))
+    if all(one.ledger is None and one.reason and not one.events for one in found):
+        raise FlopwiseError(found[0].reason or "nothing could be read")
+    settled(_as_read(sources, found))  # ranks that only the whole file tells may be claimed twice
+    notes = [f"{one.path} was left out: {one.reason}" for one in sources.left_out]
+    notes += [f"{one.path}: {one.doubt}" for one in sources if one.doubt]
+    return job_of(found, notes)
+
+
+def _as_read(sources: Sequence[Source], found: Sequence[RankSummary]) -> list[Source]:
+    """Returns the sources with the ranks that the whole files gave."""
+    of = {one.path: one.rank for one in found}
+    return [
+        replace(one, rank=of[str(one.path)], rank_from="the file")
+        if one.kind in ("kineto", "nsys") and of.get(str(one.path)) is not None
+        else one
+        for one in sources
+        if one.kind in TRACES
+    ]
+
+
+def workers(ranks: int) -> int:
+    """Returns how many processes read so many ranks: one for each core that this one may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(ranks, cores or 1))
+
+
+def _pool(n: int) -> ProcessPoolExecutor:
+    """Returns a pool of processes: forked where no other thread runs, which takes no time; else started anew."""
+    methods = multiprocessing.get_all_start_methods()
+    how = "fork" if "fork" in methods and threading.active_count() == 1 else "spawn"
+    return ProcessPoolExecutor(n, mp_context=multiprocessing.get_context(how))
+
+
+def _mapped(
+    stages: Sequence[Stage], executor: Executor | None, told: Told | None
+) -> Iterator[RankSummary]:
+    """Yields the summaries in the order of the stages."""
+    if executor is None:
+        for k, stage in enumerate(stages, 1):
+            yield read_rank(stage)
+            if told is not None:
+                told(k, len(stages))
+        return
+    futures: list[Future[RankSummary]] = [executor.submit(read_rank, stage) for stage in stages]
+    try:
+        for k, _ in enumerate(as_completed(futures), 1):
+            if told is not None:
+                told(k, len(stages))
+    except BaseException:
+        executor.shutdown(wait=False, cancel_futures=True)
+        raise
+    for stage, future in zip(stages, futures, strict=True):
+        try:
+            yield future.result()
+        except FlopwiseError as error:
+            yield no_ledger(Wanted(str(stage.source.path), stage.source.rank), str(error))
