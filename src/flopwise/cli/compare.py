@@ -81,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--fail-unclear: of what? Give a limit with --fail-above")
     peak = parse_peak(args.peak) if args.peak is not None else None
     _check_target(args)
-    sides = [_measured(path, peak) for path in (args.old, args.new)]
     try:
+        sides = [_measured(path, peak) for path in (args.old, args.new)]
         record = compare(sides[0], sides[1], gates, fail_unclear=args.fail_unclear)
         text = store.encode(record)
         seen = look(sys.stdout, width=args.width)
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         report = render_comparison(
             record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only, saved=saved
         )
-    except ArithmeticError as error:
+    except (ArithmeticError, ValueError) as error:
         raise ComparisonError(
             f"{args.old} and {args.new}: hold numbers that no measurement gives ({error}). One may have been edited"
         ) from error

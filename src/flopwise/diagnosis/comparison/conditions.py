@@ -14,7 +14,7 @@ from flopwise.units import count, duration, percent
 STEP, LINES, MFU, CEILINGS = "step", "lines", "mfu", "ceilings"
 #: Lines that are reckoned from what products are held against; where that differs, time moves between them.
 OF_CEILINGS = ("hardware", "ceiling", "clock", "gemm_excess")
-#: The line `ceiling` is FLOPs over rates: with the same FLOPs it differs with the rates alone.
+#: The line `ceiling` is FLOPs over rates: with FLOPs of the same dtypes its share of them differs with the rates alone.
 CEILING_FRAC = 0.01
 #: FLOPs are counted from shapes, to the last one: what differs by more is other work. The slack is for the mean over steps
 #: of several shapes.
@@ -119,10 +119,10 @@ def _work(old: Measured, new: Measured) -> Iterator[Condition]:
 
 def _ceilings(old: Measured, new: Measured) -> Iterator[Condition]:
     a, b = ({line.name: line.s for line in one.lines} for one in (old, new))
-    same_work = all(
-        _close(a.get(n, 0.0), b.get(n, 0.0), FLOPS_FRAC) for n in ("ideal", "precision")
-    )
-    moved = same_work and not _close(a.get("ceiling", 0.0), b.get("ceiling", 0.0), CEILING_FRAC)
+    moved = False
+    if all(lines.get("ideal", 0.0) > 0 <= lines.get("precision", 0.0) for lines in (a, b)):
+        (slow_a, rate_a), (slow_b, rate_b) = _rates(a), _rates(b)
+        moved = abs(slow_a - slow_b) <= FLOPS_FRAC and not _close(rate_a, rate_b, CEILING_FRAC)
     other = old.ceilings != new.ceilings and bool(a) and bool(b)
     if not moved and not other:
         return
@@ -134,6 +134,12 @@ def _ceilings(old: Measured, new: Measured) -> Iterator[Condition]:
         f"differ by {duration(more)} together",
         [CEILINGS],
     )
+
+
+def _rates(lines: dict[str, float]) -> tuple[float, float]:
+    """Returns how much of the FLOPs' time at the peak is for slower dtypes, and what the ceilings add to it, as shares."""
+    at_peak = lines.get("ideal", 0.0) + lines.get("precision", 0.0)
+    return lines.get("precision", 0.0) / at_peak, lines.get("ceiling", 0.0) / at_peak
 
 
 def _close(a: float, b: float, frac: float) -> bool:
