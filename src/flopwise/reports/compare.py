@@ -117,8 +117,11 @@ def _lines(screen: Screen, record: ComparisonRecord) -> None:
         return
     screen.line(("where the difference lies", "bold"))
     least = SHOWN_FRAC * max(record.step.old_s, record.step.new_s)
-    large = [one for one in record.lines if abs(one.difference_s) >= least or one.name in ALWAYS]
-    small = [one for one in record.lines if one not in large]
+    large: list[LineChange] = []
+    small: list[LineChange] = []
+    for one in record.lines:
+        told = abs(one.difference_s) >= least or one.name in ALWAYS
+        (large if told else small).append(one)
     rows = [_row(one) for one in large]
     if small:
         name = figures.counted(len(small), "smaller difference")
@@ -150,11 +153,11 @@ def _lines(screen: Screen, record: ComparisonRecord) -> None:
         rows,
     )
     families = [
-        f"{one.name} {signed(one.difference_s)}"
-        for one in record.families
-        if abs(one.difference_s) >= least
+        f"{family.name} {signed(family.difference_s)}"
+        for family in record.families
+        if abs(family.difference_s) >= least
     ]
-    screen.flow("by family", list(families))
+    screen.flow("by family", families)
 
 
 def _row(one: LineChange) -> list[Piece]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 from flopwise.diagnosis.comparison.sides import Mean
@@ -95,12 +96,17 @@ def difference(
 def _limits(line: Line | None, steps: int, among: int) -> tuple[float, float, float]:
     if line is None:
         return 0.0, 0.0, 0.0
-    df = steps - 1
-    wider = student_t_quantile(1 - (1 - CONFIDENCE) / 2 / among, df)
-    wider *= math.sqrt(steps / df) / NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    wider = _wider(steps, among)
     low = line.s - wider * max(0.0, line.s - line.ci95[0])
     high = line.s + wider * max(0.0, line.ci95[1] - line.s)
     return line.s, max(0.0, low) if line.name.startswith(IDLE) else low, high
+
+
+@lru_cache(maxsize=64)
+def _wider(steps: int, among: int) -> float:
+    """Returns how much wider the limits of resampled steps have to be."""
+    t = student_t_quantile(1 - (1 - CONFIDENCE) / 2 / among, steps - 1)
+    return t / NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * math.sqrt(steps / (steps - 1))
 
 
 def _together(old: float, old_df: float, new: float, new_df: float) -> tuple[float, float]:
