@@ -23,7 +23,7 @@ script on is the script's own, also where it looks like one of ours.
 
 Exit codes: `run` returns the script's own (128 + n if signal n ended it). Whatever is the user's to solve is one
 message and exit code 2. `tune` returns 0 also when nothing was proven faster. `analyze` returns 1 where a trace could be read in
-part only.
+part only, `compare` where a limit of `--fail-above` was passed.
 
 `FLOPWISE_DISABLE=1` in the environment keeps the meter out: the script runs as if it had been started without flopwise.
 `XDG_CACHE_HOME` moves the cache of measured ceilings.

@@ -9,6 +9,7 @@ FlopwiseError                 anything that is ours to explain; the command line
 ├── PlanError                 a plan does not fit the script, the device or this flopwise
 ├── TraceError                a trace cannot be read (trace.stream)
 ├── LedgerError               a trace has nothing that a ledger could be made of (diagnosis.ledger.build)
+├── ComparisonError           there is nothing to compare at a path (diagnosis.comparison.sides)
 └── AttachError               a hook that the meter leans on is not there in this torch
 
 A message says where, what was seen, what still holds, and what to do.

@@ -1,13 +1,14 @@
-"""Reports for a terminal: `render_run`, `render_tune` and `render_ledger`."""
+"""Reports for a terminal: `render_run`, `render_tune`, `render_ledger` and `render_comparison`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flopwise.records.comparison import ComparisonRecord
 from flopwise.records.ledger import LedgerRecord
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import TuneRecord
-from flopwise.reports import ledger, run, tune
+from flopwise.reports import compare, ledger, run, tune
 from flopwise.reports.screen import Screen
 
 
@@ -59,4 +60,18 @@ def render_ledger(
     """Returns the report of a `flopwise analyze`; arguments as in `render_run`."""
     screen = Screen(width, ascii_only=ascii_only)
     ledger.draw(screen, record, saved)
+    return screen.render(color=color)
+
+
+def render_comparison(
+    record: ComparisonRecord,
+    *,
+    width: int,
+    color: bool,
+    ascii_only: bool = False,
+    saved: Sequence[str] = (),
+) -> str:
+    """Returns the report of a `flopwise compare`; arguments as in `render_run`."""
+    screen = Screen(width, ascii_only=ascii_only)
+    compare.draw(screen, record, saved)
     return screen.render(color=color)

@@ -1,0 +1,130 @@
+"""`flopwise compare OLD NEW`: two measurements held against each other. Needs no torch and no device."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flopwise.cli.analyze import Progress, _is_file_or_new
+from flopwise.cli.report import _width
+from flopwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from flopwise.diagnosis.comparison.sides import Measured
+    from flopwise.hardware.accelerators import Peak
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Adds the `compare` command."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="what became of a step from one measurement to another",
+        description="Holds two measurements of a training step against each other, line by line, with what so few steps can "
+        "show. Each is a trace of the PyTorch profiler (.json or .json.gz), the folder of a run, or a record that --json "
+        "of run or analyze wrote. Returns 1 where a limit of --fail-above was passed. Needs neither torch nor a device.",
+    )
+    parser.add_argument("old", metavar="OLD", type=Path, help="what it was before")
+    parser.add_argument("new", metavar="NEW", type=Path, help="what it is now")
+    parser.add_argument(
+        "--fail-above",
+        metavar="LIMIT",
+        action="append",
+        default=[],
+        help="return 1 if the step got longer by more than that, as its whole interval says: 5%% or 2ms. Or a line of "
+        "the ledger: idle_input=10%%, gemm_excess=0.5ms. May be given several times",
+    )
+    parser.add_argument(
+        "--fail-unclear",
+        action="store_true",
+        help="return 1 also where these steps cannot tell whether a limit was passed",
+    )
+    parser.add_argument(
+        "--peak",
+        metavar="RATE",
+        help="peak FLOP/s of the device of a trace, e.g. 989.5T or bf16=989.5T (default: by its exact name)",
+    )
+    parser.add_argument(
+        "--json", metavar="PATH", type=Path, help="write the comparison as JSON, too (- for stdout)"
+    )
+    parser.add_argument(
+        "--width",
+        metavar="N",
+        type=_width,
+        help="columns, 40 to 200 (default: those of the terminal, 100 when piped)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0 after printing the comparison, 1 where a limit was passed.
+
+    Raises:
+        ComparisonError: there is nothing to compare at a path.
+        RecordError, TraceError, LedgerError: what is there cannot be read.
+        RunFolderError: the comparison cannot be written.
+        UsageError: a limit or the peak is none, or what is written would replace a side.
+    """
+    from flopwise.diagnosis.comparison.compare import compare
+    from flopwise.diagnosis.comparison.gates import parse_gate
+    from flopwise.diagnosis.comparison.sides import ComparisonError
+    from flopwise.hardware.accelerators import parse_peak
+    from flopwise.records import store
+    from flopwise.reports.stream import look, write
+    from flopwise.reports.terminal import render_comparison
+
+    gates = [parse_gate(text) for text in args.fail_above]
+    if args.fail_unclear and not gates:
+        raise UsageError("--fail-unclear: of what? Give a limit with --fail-above")
+    peak = parse_peak(args.peak) if args.peak is not None else None
+    _check_target(args)
+    try:
+        sides = [_measured(path, peak) for path in (args.old, args.new)]
+        record = compare(sides[0], sides[1], gates, fail_unclear=args.fail_unclear)
+        text = store.encode(record)
+        seen = look(sys.stdout, width=args.width)
+        saved = [str(args.json)] if args.json is not None else []
+        report = render_comparison(
+            record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only, saved=saved
+        )
+    except (ArithmeticError, ValueError) as error:
+        raise ComparisonError(
+            f"{args.old} and {args.new}: hold numbers that no measurement gives ({error}). One may have been edited"
+        ) from error
+    if str(args.json) == "-":
+        write(sys.stdout, text)
+        return int(record.failed)
+    if args.json is not None:
+        store.put_text("--json", str(args.json), text)
+    write(sys.stdout, report)
+    return int(record.failed)
+
+
+def _measured(path: Path, peak: Peak | None) -> Measured:
+    from flopwise.diagnosis.comparison.sides import measured
+
+    progress = Progress(path.name) if sys.stderr.isatty() else None
+    try:
+        return measured(path, peak, progress)
+    finally:
+        if progress is not None:
+            progress.end()
+
+
+def _check_target(args: argparse.Namespace) -> None:
+    """Checks that nothing is written over what is compared.
+
+    Raises:
+        UsageError: it would be.
+    """
+    target = args.json
+    if target is None or str(target) == "-" or not _is_file_or_new(target):
+        return
+    written = os.path.realpath(target)
+    for path in (args.old, args.new):
+        record = path / "run.json" if path.is_dir() else path
+        if os.path.realpath(record) == written:
+            raise UsageError(f"--json {target}: that is {path} itself. Nothing was written")

@@ -1,0 +1,1 @@
+"""Two measurements of a job held against each other."""
