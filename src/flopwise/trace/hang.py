@@ -1,0 +1,263 @@
+"""Where the ranks of a hung job parted, from the dumps of their flight recorders."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flopwise.trace.flight import P2P, Dump, Entry
+from flopwise.trace.stream import TraceError
+
+#: Operations whose ranks may give, or get, different amounts. Source: pytorch/pytorch
+#: torch/distributed/flight_recorder/components/types.py, `Op.match`.
+_UNEVEN_IN = re.compile(r"scatter$|all_?to_?all|_v\b|allgatherv|coalesced|barrier")
+_UNEVEN_OUT = re.compile(r"(?<!all_)(?<!all)gather$|all_?to_?all|_v\b|coalesced|barrier")
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """The first call of a process group that did not end on all of its ranks."""
+
+    group: str
+    group_desc: str
+    sequence: int  # its number in the group
+    op: str
+    #: "missing": ranks never called it | "mismatched": ranks called something else, or with other sizes or dtypes |
+    #: "unfinished": all that are known called it, and it did not end
+    verdict: str
+    waiting: tuple[int, ...]  # ranks that called it, and for which it did not end
+    behind: dict[int, int]  # rank -> the last number that it reached in this group
+    mismatched: dict[int, str]  # rank -> what it called instead
+    no_dump: tuple[int, ...]  # members without a dump; known only where dumps name the members
+    since_ns: int  # when the first rank called it, ns since 1970
+    at: dict[int, str]  # where the ranks that are behind are: in another call, or in none
+    where: dict[int, str]  # the user's line, of ranks that wait and of mismatched ones
+    evidence: str
+
+
+@dataclass(frozen=True)
+class _Members:
+    """One process group over the ranks that dumped."""
+
+    name: str
+    desc: str
+    ranks: tuple[int, ...]  # all that it has, as far as they are known
+    dumped: tuple[int, ...]
+    calls: dict[int, dict[int, Entry]] = field(default_factory=dict)  # rank -> sequence -> entry
+
+
+def stuck(dumps: Sequence[Dump]) -> list[Stuck]:
+    """Returns for each process group the first call that did not end on all its ranks, the earliest first.
+
+    Ranks that are behind and in no call are where the hang began: the others wait for them. Older calls that the
+    recorder of a rank no longer holds are not compared. Nothing is returned where all calls ended on all ranks.
+
+    Raises:
+        TraceError: a dump has no rank, or two have the same one.
+    """
+    by_rank: dict[int, Dump] = {}
+    for dump in dumps:
+        if dump.rank is None:
+            raise TraceError(
+                f"{dump.path}: whose dump it is cannot be told: end its name with the rank"
+            )
+        if dump.rank in by_rank:
+            raise TraceError(
+                f"{dump.path} and {by_rank[dump.rank].path} are both of rank {dump.rank}: leave one out"
+            )
+        by_rank[dump.rank] = dump
+    groups = _groups(by_rank)
+    found = [one for group in groups if (one := _first_trouble(group, by_rank)) is not None]
+    found += _unpaired(groups, by_rank)
+    return sorted(found, key=lambda one: (one.since_ns, one.group, one.sequence))
+
+
+def _groups(by_rank: dict[int, Dump]) -> list[_Members]:
+    """Returns the process groups; groups of one name with other members are other groups."""
+    found: dict[tuple[str, tuple[int, ...]], _Members] = {}
+    for rank, dump in sorted(by_rank.items()):
+        members = {group.name: group.ranks for group in dump.groups}
+        for entry in dump.entries:
+            key = entry.group, members.get(entry.group, ())
+            if key not in found:
+                found[key] = _Members(entry.group, entry.group_desc, key[1], ())
+            calls = found[key].calls.setdefault(rank, {})
+            if not entry.is_p2p and entry.collective_seq_id >= 0:
+                calls.setdefault(entry.collective_seq_id, entry)
+        for known in dump.groups:  # in which this rank may have called nothing yet
+            key = known.name, known.ranks
+            if rank in known.ranks and key in found:
+                found[key].calls.setdefault(rank, {})
+    done = []
+    for group in found.values():
+        dumped = tuple(sorted(r for r in by_rank if r in group.calls or r in group.ranks))
+        if group.ranks == () and group.desc == "default_pg":
+            dumped = tuple(sorted(by_rank))
+        done.append(replace(group, dumped=dumped, ranks=group.ranks or dumped))
+    return done
+
+
+def _first_trouble(group: _Members, by_rank: dict[int, Dump]) -> Stuck | None:
+    numbers = {number for calls in group.calls.values() for number in calls}
+    if not numbers:
+        return None
+    for number in sorted(numbers):
+        called = {r: calls[number] for r, calls in group.calls.items() if number in calls}
+        held = {r for r in group.dumped if _holds(group.calls.get(r, {}), number, by_rank[r])}
+        behind = {r: _last(group.calls.get(r, {})) for r in held - called.keys()}
+        other = _mismatched(called)
+        waiting = tuple(r for r, entry in sorted(called.items()) if not entry.done)
+        if behind or other or waiting:
+            return _told(group, number, called, behind, other, waiting, by_rank)
+    return None
+
+
+def _holds(calls: dict[int, Entry], number: int, dump: Dump) -> bool:
+    """Whether a dump would have the call if the rank had made it."""
+    return not dump.truncated or (bool(calls) and min(calls) <= number)
+
+
+def _last(calls: dict[int, Entry]) -> int:
+    return max(calls, default=0)
+
+
+def _signature(entry: Entry) -> tuple[Any, ...]:
+    """Returns what must be alike on all ranks."""
+    op = entry.op
+    given = None if _UNEVEN_IN.search(op) else (entry.input_sizes, entry.input_dtypes)
+    got = None if _UNEVEN_OUT.search(op) else (entry.output_sizes, entry.output_dtypes)
+    return op, given, got
+
+
+def _mismatched(called: dict[int, Entry]) -> dict[int, str]:
+    """Returns the ranks whose call is not like that of most, in words; of a tie, those unlike the first rank."""
+    if len(called) < 2:
+        return {}
+    signatures = {rank: _signature(entry) for rank, entry in sorted(called.items())}
+    values = list(signatures.values())
+    usual = max(values, key=values.count)
+    return {rank: _words(called[rank]) for rank, one in signatures.items() if one != usual}
+
+
+def _words(entry: Entry) -> str:
+    sizes = entry.input_sizes or entry.output_sizes
+    dtypes = entry.input_dtypes or entry.output_dtypes
+    shown = ", ".join("x".join(map(str, one)) or "scalar" for one in sizes[:3])
+    more = f" and {len(sizes) - 3} more" if len(sizes) > 3 else ""
+    kinds = "/".join(dict.fromkeys(dtypes[:8]))
+    return " ".join(filter(None, (entry.op, shown + more, kinds)))
+
+
+def _told(
+    group: _Members,
+    number: int,
+    called: dict[int, Entry],
+    behind: dict[int, int],
+    other: dict[int, str],
+    waiting: tuple[int, ...],
+    by_rank: dict[int, Dump],
+) -> Stuck:
+    usual = next(
+        (e for r, e in sorted(called.items()) if r not in other), next(iter(called.values()))
+    )
+    no_dump = tuple(r for r in group.ranks if r not in by_rank)
+    at = {rank: _at(by_rank[rank]) for rank in behind}
+    name = f"group {group.name!r}" + (f" ({group.desc})" if group.desc else "")
+    said = [f"call {number} of {name}, {_words(usual)}"]
+    if other:
+        verdict = "mismatched"
+        said += [f"rank {rank} called {words} instead" for rank, words in list(other.items())[:4]]
+    elif behind:
+        verdict = "missing"
+        said += [
+            f"rank {rank} never called it: it reached {last}, and is {at[rank]}"
+            for rank, last in sorted(behind.items())[:4]
+        ]
+    else:
+        verdict = "unfinished"
+        said.append(
+            f"{len(called)} of {len(group.ranks)} ranks called it alike, and it did not end"
+        )
+    if waiting:
+        said.append(f"ranks {_listed(waiting)} wait in it")
+    if no_dump:
+        said.append(f"ranks {_listed(no_dump)} have no dump")
+    return Stuck(
+        group=group.name,
+        group_desc=group.desc,
+        sequence=number,
+        op=usual.op,
+        verdict=verdict,
+        waiting=waiting,
+        behind=dict(sorted(behind.items())),
+        mismatched=other,
+        no_dump=no_dump,
+        since_ns=min(entry.time_created_ns for entry in called.values()),
+        at=at,
+        where={
+            r: called[r].where for r in called if called[r].where and (r in waiting or r in other)
+        },
+        evidence="; ".join(said),
+    )
+
+
+def _at(dump: Dump) -> str:
+    """Returns where a rank is, as far as its dump tells."""
+    open_ = [entry for entry in dump.entries if not entry.done]
+    if open_:
+        first = open_[0]
+        number = first.p2p_seq_id if first.is_p2p else first.collective_seq_id
+        place = f" at {first.where}" if first.where else ""
+        return f"in call {number} of group {first.group!r}, {_words(first)}{place}"
+    if dump.entries and dump.entries[-1].where:
+        return f"in no call; its last one was at {dump.entries[-1].where}"
+    return "in no call"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (
+        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    )
+
+
+def _unpaired(groups: Sequence[_Members], by_rank: dict[int, Dump]) -> list[Stuck]:
+    """Returns sends and receives that wait: of each pair of ranks and direction the first one."""
+    members = {(g.name, rank): g for g in groups for rank in g.dumped}
+    found: dict[tuple[str, int, int, str], Stuck] = {}
+    for rank, dump in sorted(by_rank.items()):
+        for entry in dump.entries:
+            match = P2P.match(entry.profiling_name)
+            if match is None or entry.done:
+                continue
+            group = members.get((entry.group, rank))
+            peer = _global(group, int(match["other"]))
+            key = entry.group, rank, peer, match["kind"]
+            if key in found:
+                continue
+            at = {peer: _at(by_rank[peer])} if peer in by_rank else {}
+            no_dump = () if peer in by_rank else (peer,)
+            said = f"rank {rank} waits in {entry.op} of group {entry.group!r}"
+            said += f"; rank {peer} is {at[peer]}" if at else f"; rank {peer} has no dump"
+            found[key] = Stuck(
+                group=entry.group,
+                group_desc=entry.group_desc,
+                sequence=entry.p2p_seq_id,
+                op=entry.op,
+                verdict="unfinished",
+                waiting=(rank,),
+                behind={},
+                mismatched={},
+                no_dump=no_dump,
+                since_ns=entry.time_created_ns,
+                at=at,
+                where={rank: entry.where} if entry.where else {},
+                evidence=said,
+            )
+    return list(found.values())
+
+
+def _global(group: _Members | None, number: int) -> int:
+    """Returns the rank in the job of a rank in its group; the same where the members are not known."""
+    return group.ranks[number] if group is not None and number < len(group.ranks) else number
