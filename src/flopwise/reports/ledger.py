@@ -170,6 +170,11 @@ def _headline(screen: Screen, record: LedgerRecord) -> None:
 
 def _lines(screen: Screen, record: LedgerRecord) -> None:
     screen.line(("where the step goes", "bold"))
+    draw_lines(screen, record.lines, record.step_s)
+
+
+def draw_lines(screen: Screen, lines: Sequence[Line], step_s: float) -> None:
+    """Draws lines as a table that ends with the step."""
     rows: list[list[Piece]] = [
         [
             WORDS.get(line.name, line.name),
@@ -178,10 +183,10 @@ def _lines(screen: Screen, record: LedgerRecord) -> None:
             _between(line),
             percent(line.share_frac),
         ]
-        for line in record.lines
+        for line in lines
         if abs(line.share_frac) >= SHOWN_FRAC or line.name in ALWAYS
     ]
-    rows.append([("step", "bold"), "", figures.duration(record.step_s), "", percent(1.0)])
+    rows.append([("step", "bold"), "", figures.duration(step_s), "", percent(1.0)])
     screen.table(
         [
             Column(""),

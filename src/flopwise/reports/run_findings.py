@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flopwise.records.finding import Finding
+from flopwise.records.job import JobRecord
 from flopwise.records.ledger import LedgerRecord
 from flopwise.records.run import RunRecord
 from flopwise.reports import figures
@@ -14,7 +15,9 @@ PLACES = 3  # places of one finding
 
 
 def findings(
-    screen: Screen, record: RunRecord | LedgerRecord, order: str = "most urgent first"
+    screen: Screen,
+    record: RunRecord | LedgerRecord | JobRecord,
+    order: str = "most urgent first",
 ) -> None:
     """Draws the findings in the order of the record; nothing if there are none."""
     if not record.findings:

@@ -1,4 +1,4 @@
-"""Reports for a terminal: `render_run`, `render_tune`, `render_ledger` and `render_comparison`."""
+"""Reports for a terminal: `render_run`, `render_tune`, `render_ledger`, `render_job` and `render_comparison`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from flopwise.records.ledger import LedgerRecord
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import TuneRecord
 from flopwise.reports import compare, ledger, run, tune
+from flopwise.reports.job import render_job
 from flopwise.reports.screen import Screen
+
+__all__ = ["render_comparison", "render_job", "render_ledger", "render_run", "render_tune"]
 
 
 def render_run(

@@ -1,0 +1,108 @@
+"""The report of a job, from its record: whether its traces can be believed, where the step goes, who makes others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flopwise.records.job import JobRecord
+from flopwise.reports import figures, job_tables, ledger, run_findings
+from flopwise.reports import job_words as words
+from flopwise.reports.screen import LABEL_CELLS, WARN, Screen
+
+DEFECTS = 12  # kinds that are shown
+STRAGGLERS = 5
+PLACES = 3
+
+
+def render_job(
+    record: JobRecord,
+    *,
+    width: int,
+    color: bool,
+    ascii_only: bool = False,
+    saved: Sequence[str] = (),
+) -> str:
+    """Returns the report of a job's traces; arguments as in `terminal.render_run`."""
+    screen = Screen(width, ascii_only=ascii_only)
+    draw(screen, record, saved)
+    return screen.render(color=color)
+
+
+def draw(screen: Screen, record: JobRecord, saved: Sequence[str] = ()) -> None:
+    """Draws the whole report."""
+    screen.heading((words.title(record), "bold"), words.facts(record))
+    screen.blank()
+    screen.flow("MFU", words.mfu(record))
+    screen.flow("step", words.step(record))
+    _health(screen, record)
+    screen.blank()
+    _ledger(screen, record)
+    screen.blank()
+    _stragglers(screen, record)
+    screen.blank()
+    job_tables.ranks(screen, record)
+    screen.blank()
+    job_tables.collectives(screen, record)
+    screen.blank()
+    screen.flow("link", words.links(record))
+    _redundant(screen, record)
+    screen.blank()
+    run_findings.findings(screen, record, "the largest gain first")
+    screen.blank()
+    for note in record.notes:
+        screen.flow("note", [note])
+    if saved:
+        screen.blank()
+        screen.flow("saved", list(saved))
+
+
+def _health(screen: Screen, record: JobRecord) -> None:
+    screen.flow("health", words.health(record))
+    groups = words.groups(record.health.defects)
+    for group in groups[:DEFECTS]:
+        screen.flow("", words.defect(group))
+        screen.flow("", [part for part in (words.withholds(group), words.evidence(group)) if part])
+    rest = len(groups) - DEFECTS
+    if rest > 0:
+        screen.flow("", [f"{figures.counted(rest, 'more kind')} of defects in the JSON"])
+
+
+def _ledger(screen: Screen, record: JobRecord) -> None:
+    if not record.lines or record.step_s is None:
+        why = words.because(record, "ledger")
+        none = words.WITHHELD if why else "none"
+        reason = record.lines_reason or ("" if why else "the record has no reason")
+        screen.flow("ledger", [(none, WARN), *why, *([reason] if reason else [])])
+        return
+    over = words.of_ranks(record)
+    screen.line(("where the step goes", "bold"), (f", {over}" if over else "", "bold"))
+    ledger.draw_lines(screen, record.lines, record.step_s)
+    if record.lines_reason:
+        screen.flow("", [record.lines_reason])
+
+
+def _stragglers(screen: Screen, record: JobRecord) -> None:
+    if not record.stragglers:
+        screen.flow("stragglers", words.no_straggler(record))
+        return
+    screen.line(("stragglers, by how long they make others wait", "bold"))
+    for one in record.stragglers[:STRAGGLERS]:
+        label, said = f"rank {one.rank}", words.straggler(one)
+        if len(label) >= LABEL_CELLS:
+            label, said = "", [label, *said]
+        screen.flow(label, said)
+        screen.flow("", [part for part in (words.parts(one), one.evidence) if part])
+        screen.flow("", [figures.few(one.where, PLACES)] if one.where else [])
+    rest = len(record.stragglers) - STRAGGLERS
+    if rest > 0:
+        screen.flow("", [f"{figures.counted(rest, 'more rank')} in the JSON"])
+    if record.stragglers_reason:
+        screen.flow("", [record.stragglers_reason])
+
+
+def _redundant(screen: Screen, record: JobRecord) -> None:
+    screen.flow("redundant", words.redundancy(record))
+    for one in record.redundant:
+        screen.flow("", words.redundant(one))
+        screen.flow("", [one.evidence] if one.evidence else [])
+        screen.flow("", [(f"do: {one.advice}", "bold")] if one.advice else [])
