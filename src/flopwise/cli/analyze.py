@@ -52,6 +52,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help="peak FLOP/s of the device, e.g. 989.5T or bf16=989.5T (default: by its exact name)",
     )
     parser.add_argument(
+        "--no-ledger",
+        action="store_true",
+        help="of several ranks: health, collectives, waiting and stragglers alone, in less than half the time",
+    )
+    parser.add_argument(
         "--json", metavar="PATH", type=Path, help="write what was found as JSON, too (- for stdout)"
     )
     parser.add_argument("--html", metavar="PATH", help="write the report as one HTML file, too")
@@ -130,7 +135,9 @@ def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> i
 
     told = Ranks() if sys.stderr.isatty() else None
     try:
-        record = analyse(sources, device=args.device, peak=peak, told=told)
+        record = analyse(
+            sources, device=args.device, peak=peak, ledgers=not args.no_ledger, told=told
+        )
     finally:
         if told is not None:
             told.end()
@@ -146,7 +153,7 @@ def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> i
     def shown(**how: Any) -> str:
         return render_job(record, **how)
 
-    partial = any(one.ledger is None for one in record.ranks)
+    partial = not args.no_ledger and any(one.ledger is None for one in record.ranks)
     return _put(args, text, page, shown, partial=partial)
 
 

@@ -35,13 +35,19 @@ class Stage:
     source: Source
     device: int | None = None
     peak: Peak | None = None
+    ledger: bool = True
 
 
 def read_rank(stage: Stage) -> RankSummary:
     """Returns what one rank comes down to. A trace that cannot be read is a rank without a ledger, and says why."""
     source = stage.source
     wanted = Wanted(
-        str(source.path), source.rank, source.world_size, stage.device, Given(peak=stage.peak)
+        str(source.path),
+        source.rank,
+        source.world_size,
+        stage.device,
+        Given(peak=stage.peak),
+        stage.ledger,
     )
     try:
         if source.kind == "run":
@@ -57,6 +63,7 @@ def analyse(
     *,
     device: int | None = None,
     peak: Peak | None = None,
+    ledgers: bool = True,
     executor: Executor | None = None,
     told: Told | None = None,
 ) -> JobRecord:
@@ -66,6 +73,7 @@ def analyse(
         sources: of each rank one.
         device: in each trace (None: the busiest).
         peak: of the device, instead of the table's.
+        ledgers: False: health and the calls alone, in less than half the time.
         executor: maps the ranks over processes or machines; None: over the cores of this one.
         told: is called after each rank.
 
@@ -73,7 +81,7 @@ def analyse(
         SourceConflict: two of them are of the same rank.
         FlopwiseError: none of them can be read.
     """
-    stages = [Stage(one, device, peak) for one in sources if one.kind in TRACES]
+    stages = [Stage(one, device, peak, ledgers) for one in sources if one.kind in TRACES]
     with contextlib.ExitStack() as stack:
         if executor is None and len(stages) > 1 and workers(len(stages)) > 1:
             executor = stack.enter_context(_pool(workers(len(stages))))

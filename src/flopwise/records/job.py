@@ -69,6 +69,9 @@ class RankRecord:
     clock_offset_s: float | None  # of its clock to that of the first rank
     clock_error_s: float | None  # of that
     notes: list[str] = field(default_factory=list)
+    wait_frac: float | None = (
+        None  # of the time of all its matched calls, in its steps or not; None: withheld
+    )
 
 
 @dataclass(frozen=True)

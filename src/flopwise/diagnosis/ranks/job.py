@@ -152,8 +152,9 @@ def _rank(
     inside = calls.step >= 0
     each = 1e-9 / n if n else 0.0
     ns = calls.end_ns - calls.start_ns
-    wait = None
+    wait = wait_frac = None
     if waited is not None and not withheld.of(p, "waits"):
+        wait_frac = waited.share_of(p, ns)
         mine = waited.wait_ns[p]
         if (mine[inside] >= 0).any():
             wait = float(mine[inside & (mine >= 0)].sum()) * each
@@ -183,6 +184,7 @@ def _rank(
         clock_offset_s=clocks.offset_ns[p] * 1e-9 if p in clocks.offset_ns else None,
         clock_error_s=float(clocks.error_ns[p]) * 1e-9 if p in clocks.error_ns else None,
         notes=list(one.notes),
+        wait_frac=wait_frac,
     )
 
 

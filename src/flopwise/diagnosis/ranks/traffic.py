@@ -120,7 +120,7 @@ def links(
     ranks: Sequence[RankSummary], found: Sequence[CollectiveKind], row: Accelerator | None
 ) -> Links:
     """Returns how much of the link between the devices was used, over the step and while data moved."""
-    step_s = float(np.mean([_step_s(one) for one in ranks])) if ranks else 0.0
+    step_s = float(np.mean([step_s_of(one) for one in ranks])) if ranks else 0.0
     speed = row.link_gb_per_s * 1e9 if row is not None and row.link_gb_per_s else None
     name = row.link if row is not None else None
     known = [one for one in found if one.bus_bytes_per_s and one.transfer_s]
@@ -142,7 +142,8 @@ def links(
     )
 
 
-def _step_s(one: RankSummary) -> float:
+def step_s_of(one: RankSummary) -> float:
+    """Returns the mean of a rank's recorded steps."""
     n = steps_of(one)
     return float(one.bounds_ns[-1] - one.bounds_ns[0]) * 1e-9 / n if n else 0.0
 
