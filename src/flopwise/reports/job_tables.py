@@ -12,6 +12,29 @@ from flopwise.reports.screen import WARN, Column, Piece, Screen
 
 RANKS = 16  # rows; of more ranks the telling ones
 COLLECTIVES = 12
+#: Columns of `rank_row` before its last cell, and of `collective_row`.
+RANK_COLUMNS = (
+    Column("rank", right=True),
+    Column("step", right=True),
+    Column("communication", right=True),
+    Column("waiting", right=True),
+    Column("exposed", right=True, drop=1),
+    Column("clock offset", right=True, drop=3),
+    Column("matched", right=True, drop=2),
+)
+COLLECTIVE_COLUMNS = (
+    Column("collective"),
+    Column("dtype", drop=3),
+    Column("bytes", right=True),
+    Column("group", drop=6),
+    Column("calls", right=True, drop=5),
+    Column("time", right=True),
+    Column("waiting", right=True),
+    Column("transfer", right=True, drop=2),
+    Column("exposed", right=True, drop=7),
+    Column("bus", right=True, drop=1),
+    Column("of link", right=True, drop=4),
+)
 
 
 def ranks(screen: Screen, record: JobRecord) -> None:
@@ -20,19 +43,7 @@ def ranks(screen: Screen, record: JobRecord) -> None:
         return
     shown = words.telling(record, RANKS)
     screen.line(("by rank, a step", "bold"), ("; waiting as a share of communication", "dim"))
-    screen.table(
-        [
-            Column("rank", right=True),
-            Column("step", right=True),
-            Column("communication", right=True),
-            Column("waiting", right=True),
-            Column("exposed", right=True, drop=1),
-            Column("clock offset", right=True, drop=3),
-            Column("matched", right=True, drop=2),
-            Column("", tail=True),
-        ],
-        [rank_row(record, one) for one in shown],
-    )
+    screen.table([*RANK_COLUMNS, Column("", tail=True)], [rank_row(record, one) for one in shown])
     _not_shown(screen, words.others(record, len(shown)))
     _withheld(screen, record, ("steps", "overlap", "waits", "matching"), [o.rank for o in shown])
 
@@ -73,19 +84,7 @@ def collectives(screen: Screen, record: JobRecord) -> None:
         screen.flow("collectives", ["none"])
         return
     shown = record.collectives[:COLLECTIVES]
-    columns = [
-        Column("collective"),
-        Column("dtype", drop=3),
-        Column("bytes", right=True),
-        Column("group", drop=6),
-        Column("calls", right=True, drop=5),
-        Column("time", right=True),
-        Column("waiting", right=True),
-        Column("transfer", right=True, drop=2),
-        Column("exposed", right=True, drop=7),
-        Column("bus", right=True, drop=1),
-        Column("of link", right=True, drop=4),
-    ]
+    columns = list(COLLECTIVE_COLUMNS)
     rows = [collective_row(record, one) for one in shown]
     if any(one.redundant for one in shown):
         columns.append(Column("", tail=True))

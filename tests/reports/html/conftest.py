@@ -100,7 +100,7 @@ ul li dl dt dd svg rect path text img
 """
 ATTRIBUTES = """
 class title lang charset name content http-equiv viewbox preserveaspectratio aria-hidden role x y width height d src alt
-style font-size text-anchor fill
+style font-size text-anchor fill colspan
 """
 #: What must not reach a reader as it is: control characters, direction marks, separators, lone surrogates.
 HIDDEN = re.compile(

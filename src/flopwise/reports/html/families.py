@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flopwise.records.ledger import LedgerRecord
 from flopwise.reports import figures
 from flopwise.reports.figures import percent
@@ -23,18 +25,21 @@ WORDS = {
 
 def draw(record: LedgerRecord) -> Html | None:
     """Returns the section; None where there is no family."""
-    present = [(name, s) for name, s in list(record.families.items())[:MOST] if s]
+    return section(record.families, record.step_s, _partition(record))
+
+
+def section(families: Mapping[str, float], step_s: float, below: Html | None) -> Html | None:
+    """Returns the section of these families, with what stands below the bar; None where there is none."""
+    present = [(name, s) for name, s in list(families.items())[:MOST] if s]
     order = list(WORDS)
     present.sort(key=lambda pair: order.index(pair[0]) if pair[0] in order else len(order))
-    if not present or not record.step_s > 0:
+    if not present or not step_s > 0:
         return None
-    scale, at, rects, keys = Scale(record.step_s), 0.0, [], []
+    scale, at, rects, keys = Scale(step_s), 0.0, [], []
     for name, s in present:
-        part = share(s / record.step_s)
+        part = share(s / step_s)
         kind = name if name in COLORED else "unexplained"
-        shown = (
-            f"{WORDS.get(name, name)} {scale.text(s)} {scale.unit}, {percent(s / record.step_s)}"
-        )
+        shown = f"{WORDS.get(name, name)} {scale.text(s)} {scale.unit}, {percent(s / step_s)}"
         rects.append(
             el(f"rect.{kind}", el("title", shown), x=1000 * at, width=1000 * part, height=20)
         )
@@ -45,7 +50,7 @@ def draw(record: LedgerRecord) -> Html | None:
         el("h2", "By family"),
         el("div.stack", picture("0 0 1000 20", rects)),
         el("ul.keys", keys),
-        _partition(record),
+        below,
     )
 
 

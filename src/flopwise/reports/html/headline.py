@@ -23,10 +23,10 @@ def of_run(record: RunRecord) -> Html:
     return el(
         "section.cards",
         _mfu_of_run(record),
-        _card("step", run.interval(record).removesuffix(" (95 %)"), step),
-        _card("throughput", _plain(work[0]), work[1:]) if work else None,
+        card("step", run.interval(record).removesuffix(" (95 %)"), step),
+        card("throughput", plain(work[0]), work[1:]) if work else None,
         _energy(record),
-        _card("cost", _plain(money[0]), money[1:]) if len(money) > 1 else None,
+        card("cost", plain(money[0]), money[1:]) if len(money) > 1 else None,
     )
 
 
@@ -41,12 +41,12 @@ def of_ledger(record: LedgerRecord) -> Html:
     return el(
         "section.cards",
         _mfu_of_ledger(record),
-        _card(
+        card(
             "step",
             figures.duration(record.step_s),
             ["profiled" if record.profiled else "undisturbed", f"each: {each}"],
         ),
-        _card("device busy", busy, more),
+        card("device busy", busy, more),
         _bandwidth(record),
     )
 
@@ -54,8 +54,8 @@ def of_ledger(record: LedgerRecord) -> Html:
 def _mfu_of_run(record: RunRecord) -> Html:
     said = run_mfu.value(record)
     if record.mfu.value is None:
-        return _none("MFU", [*said, *run_mfu.mask_aware(record.mfu), *run_mfu.rate(record.mfu)])
-    return _card("MFU", _plain(said[0]), [*said[1:], *_of_peak(record)], record.mfu.value)
+        return none("MFU", [*said, *run_mfu.mask_aware(record.mfu), *run_mfu.rate(record.mfu)])
+    return card("MFU", plain(said[0]), [*said[1:], *_of_peak(record)], record.mfu.value)
 
 
 def _of_peak(record: RunRecord) -> list[Piece]:
@@ -68,9 +68,9 @@ def _of_peak(record: RunRecord) -> list[Piece]:
 
 def _mfu_of_ledger(record: LedgerRecord) -> Html:
     if record.mfu is None:
-        return _none("MFU", [record.mfu_reason or "the record has no reason"])
+        return none("MFU", [record.mfu_reason or "the record has no reason"])
     peak = figures.quantity(record.peak_flops_per_s or 0.0, "FLOP/s")
-    return _card(
+    return card(
         "MFU",
         percent(record.mfu),
         ["of profiled steps" if record.profiled else "of undisturbed steps", f"of {peak} a device"],
@@ -80,10 +80,10 @@ def _mfu_of_ledger(record: LedgerRecord) -> Html:
 
 def _energy(record: RunRecord) -> Html:
     said = run.energy(record)
-    first = _plain(said[0])
+    first = plain(said[0])
     if first.startswith("not measured"):
-        return _none("energy", said)
-    return _card("energy", first, said[1:])
+        return none("energy", said)
+    return card("energy", first, said[1:])
 
 
 def _bandwidth(record: LedgerRecord) -> Html | None:
@@ -95,10 +95,11 @@ def _bandwidth(record: LedgerRecord) -> Html | None:
         f"of {peak}, at least",
         f"known for {percent(found.known_frac)} of kernel time",
     ]
-    return _card("memory bandwidth", percent(found.used_frac), more)
+    return card("memory bandwidth", percent(found.used_frac), more)
 
 
-def _card(title: str, value: str, more: Sequence[Piece], part: float | None = None) -> Html:
+def card(title: str, value: str, more: Sequence[Piece], part: float | None = None) -> Html:
+    """Returns one figure with what belongs to it, and a bar where it is a share."""
     number, _, unit = value.partition(" ")
     return el(
         "div.card",
@@ -111,9 +112,11 @@ def _card(title: str, value: str, more: Sequence[Piece], part: float | None = No
     )
 
 
-def _none(title: str, why: Sequence[Piece]) -> Html:
-    return el("div.card", el("h3", title), el("div.value.none", "none"), el("p", pieces(why)))
+def none(title: str, why: Sequence[Piece], said: str = "none") -> Html:
+    """Returns the place of a figure that is not there, with the reason."""
+    return el("div.card", el("h3", title), el("div.value.none", said), el("p", pieces(why)))
 
 
-def _plain(piece: Piece) -> str:
+def plain(piece: Piece) -> str:
+    """Returns a piece without its style."""
     return piece if isinstance(piece, str) else piece[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from flopwise.records.finding import Finding
 from flopwise.records.ledger import LedgerRecord, Line
@@ -59,9 +60,27 @@ def gain(frac: float | None) -> str:
 
 def draw(record: LedgerRecord) -> Html:
     """Returns the section."""
-    scale = Scale(record.step_s)
-    in_points = any(line.mfu_points for line in record.lines)
-    gains = _gains(record.findings)
+    noun = "profiled step" if record.profiled else "undisturbed step"
+    return section(
+        record.lines,
+        record.step_s,
+        record.findings,
+        f"mean of {figures.counted(record.steps, noun)}",
+        _step_error(record, Scale(record.step_s)),
+    )
+
+
+def section(
+    lines: Sequence[Line],
+    step_s: float,
+    findings: Sequence[Finding],
+    said: str,
+    step_error: str = "",
+) -> Html:
+    """Returns the section of these lines; `said` is what they are the mean of."""
+    scale = Scale(step_s)
+    in_points = any(line.mfu_points for line in lines)
+    gains = _gains(findings)
     head = [
         el("th", ""),
         el("th.bar", ""),
@@ -70,8 +89,8 @@ def draw(record: LedgerRecord) -> Html:
         el("th.num", "MFU points" if in_points else "% of step"),
         el("th.num", "if only this were fixed") if gains else None,
     ]
-    lines = record.lines[:MOST]
-    low, width = _range(lines, record.step_s)
+    lines = lines[:MOST]
+    low, width = _range(lines, step_s)
     rows, at = [], 0.0
     for line in lines:
         rows.append(
@@ -90,19 +109,18 @@ def draw(record: LedgerRecord) -> Html:
         "tr.sum",
         el("td", "step"),
         el("td.bar"),
-        el("td.num", scale.text(record.step_s)),
-        el("td.num.err", _step_error(record, scale)),
+        el("td.num", scale.text(step_s)),
+        el("td.num.err", step_error),
         el("td.num", points(100.0)),
         el("td.num") if gains else None,
     )
-    noun = "profiled step" if record.profiled else "undisturbed step"
     table = "table.lines.gains" if gains else "table.lines"
     return el(
         "section",
         el(
             "h2",
             "Where the step goes",
-            el("small", f"mean of {figures.counted(record.steps, noun)}, in {scale.unit}"),
+            el("small", f"{said}, in {scale.unit}"),
         ),
         el(table, el("thead", el("tr", head)), el("tbody", rows, total)),
         _replayed() if gains else None,
@@ -116,7 +134,7 @@ def _replayed() -> Html:
     )
 
 
-def _gains(findings: list[Finding]) -> dict[str, str]:
+def _gains(findings: Sequence[Finding]) -> dict[str, str]:
     found: dict[str, str] = {}
     for finding in findings:
         line = LINE_OF.get(finding.cause)
@@ -150,7 +168,7 @@ def _step_error(record: LedgerRecord, scale: Scale) -> str:
     return f"± {scale.text((ci95[1] - ci95[0]) / 2)}"
 
 
-def _range(lines: list[Line], step_s: float) -> tuple[float, float]:
+def _range(lines: Sequence[Line], step_s: float) -> tuple[float, float]:
     """Returns the least sum on the way down, and how far above it the largest one is."""
     low, high, at = 0.0, step_s if math.isfinite(step_s) else 0.0, 0.0
     for line in lines:

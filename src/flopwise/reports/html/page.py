@@ -42,10 +42,10 @@ def render_html(record: RunRecord) -> str:
         facts.append(f"with the plan {record.plan}")
     ledger = record.ledger
     title = run.command_line(record.command, "run")
-    return _page(
+    return page(
         title,
         [
-            _head(title, facts, run.endings(record)),
+            head(title, facts, run.endings(record)),
             headline.of_run(record),
             trust.draw(ledger) if ledger else trust.missing(record.ledger_reason),
             *(_ledger(ledger, run.device(record)) if ledger else []),
@@ -54,7 +54,7 @@ def render_html(record: RunRecord) -> str:
             operators.draw(ledger) if ledger else None,
             provenance.notes([*record.notes, *(ledger.notes if ledger else [])]),
             provenance.of_run(record),
-            _foot(f"{record.created} by flopwise {record.flopwise} on {record.env.host}"),
+            foot(f"{record.created} by flopwise {record.flopwise} on {record.env.host}"),
         ],
     )
 
@@ -62,10 +62,10 @@ def render_html(record: RunRecord) -> str:
 def render_ledger_html(record: LedgerRecord) -> str:
     """Returns the report of a trace's ledger as one HTML file."""
     title = f"flopwise analyze {record.trace}"
-    return _page(
+    return page(
         title,
         [
-            _head(title, facts(record), []),
+            head(title, facts(record), []),
             headline.of_ledger(record),
             trust.draw(record),
             *_ledger(record),
@@ -73,7 +73,7 @@ def render_ledger_html(record: LedgerRecord) -> str:
             operators.draw(record),
             provenance.notes(record.notes),
             provenance.of_ledger(record),
-            _foot(f"flopwise {record.flopwise}"),
+            foot(f"flopwise {record.flopwise}"),
         ],
     )
 
@@ -95,7 +95,8 @@ def _beside(record: RunRecord) -> list[Finding]:
     return [finding for finding in record.ledger.findings if finding not in record.findings]
 
 
-def _head(title: str, facts: list[Piece], warnings: list[str]) -> Html:
+def head(title: str, facts: Sequence[Piece], warnings: Sequence[str]) -> Html:
+    """Returns the top of a page: what it is of, and what must be known before anything is read."""
     return el(
         "header",
         el("h1", text(title, 300)),
@@ -104,17 +105,19 @@ def _head(title: str, facts: list[Piece], warnings: list[str]) -> Html:
     )
 
 
-def _foot(said: str) -> Html:
+def foot(said: str) -> Html:
+    """Returns the last line of a page."""
     return el("footer", said)
 
 
-def _page(title: str, parts: list[Html | None]) -> str:
-    head = el(
+def page(title: str, parts: Sequence[Html | None], more_css: str = "") -> str:
+    """Returns a page of these parts; `more_css` is of our own and for this kind of page."""
+    top = el(
         "head",
         el("meta", charset="utf-8"),
         el("meta", http_equiv="Content-Security-Policy", content=trusted(POLICY)),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("title", text(title, 200)),
-        el("style", trusted(CSS)),
+        el("style", trusted(CSS + more_css)),
     )
-    return f"<!doctype html>\n{el('html', head, el('body', parts), lang='en')}\n"
+    return f"<!doctype html>\n{el('html', top, el('body', parts), lang='en')}\n"
