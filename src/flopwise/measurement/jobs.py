@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from flopwise.diagnosis.ledger.build import Given
 from flopwise.diagnosis.ranks.collect import Wanted, no_ledger, summary_of

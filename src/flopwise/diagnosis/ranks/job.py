@@ -16,7 +16,7 @@ from flopwise.diagnosis.ranks.jobfindings import findings_of
 from flopwise.diagnosis.ranks.matching import Matching, match
 from flopwise.diagnosis.ranks.stragglers import caused, named
 from flopwise.diagnosis.ranks.summary import RankSummary
-from flopwise.diagnosis.ranks.traffic import kinds, links, redundant, steps_of
+from flopwise.diagnosis.ranks.traffic import kinds, links, redundant, step_s_of, steps_of
 from flopwise.diagnosis.ranks.waits import Waits, waits
 from flopwise.hardware import accelerators
 from flopwise.records.job import SCHEMA, Health, JobRecord, RankRecord, Straggler
@@ -168,9 +168,7 @@ def _rank(
         rank=p if one.rank is None else one.rank,
         path=one.path,
         device_name=one.device_name,
-        step_s=one.ledger.step_s
-        if one.ledger is not None and not withheld.of(p, "steps")
-        else None,
+        step_s=None if withheld.of(p, "steps") or not n else _length_s(one),
         steps=n,
         ledger=ledger,
         ledger_reason=reason,
@@ -186,6 +184,11 @@ def _rank(
         notes=list(one.notes),
         wait_frac=wait_frac,
     )
+
+
+def _length_s(one: RankSummary) -> float:
+    """Returns the mean step: the undisturbed one where there is one."""
+    return step_s_of(one) if one.ledger is None else one.ledger.step_s
 
 
 def split(

@@ -19,7 +19,7 @@ MEASURED = "measured"
 _WHY = {
     "host": "its host is late: look at its CPU's load, pinning and frequency, and at what only this rank does (logging, checkpoints)",
     "input": "it waits for its batches: look at its share of the data, its disk, and its loader's workers",
-    "kernels": "the same kernels take it longer: look at that device's health, its memory errors and its neighbours",
+    "kernels": "what it computes takes it longer, most of all what is named: look at what that does there, and at the device (memory errors, neighbours)",
     "clock": "its clock is lower: look at its temperature, power limit and throttling",
     "work": "it has more to do: even out the batches (by tokens, not by samples), or the layers of the pipeline",
     "communication": "its links are slower",

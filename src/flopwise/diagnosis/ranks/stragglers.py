@@ -37,6 +37,10 @@ MORE_FRAC = 0.02
 #: Its kernels differ so little in how much slower they are: it is the clock.
 ALIKE_FRAC = 0.25
 RESAMPLES = 2000
+#: From these the others may wait for one rank alone, and a trace does not say for which.
+ROOTED = frozenset(("broadcast", "reduce", "scatter", "gather"))
+#: So many kernels, or operators, are named that take a rank longer.
+SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Wait
     others: dict[int, float] = defaultdict(float)
     for k, one in enumerate(matched):
         late = waits.last[k]
+        if ranks[late].calls.op[one.calls[one.ranks.index(late)]] in ROOTED:
+            continue
         each[late][k] = waits.caused_ns[k]
         count[late] += 1
         others[late] += waits.others_ns[k]
@@ -114,7 +120,12 @@ def named(
                 last_frac=one.calls / calls,
                 reason=reason,
                 reasons_s=known,
-                evidence=_evidence(one, share, one.calls / calls),
+                evidence=_evidence(one, share, one.calls / calls)
+                + (
+                    _longer(one.position, ranks)
+                    if reasons.get(reason) and reason in _COMPUTES
+                    else ""
+                ),
             )
         )
     return found
@@ -135,6 +146,28 @@ def _reasons(one: Caused, ranks: Sequence[RankSummary]) -> dict[str, float]:
         found[reason] += ns * 1e-9
     found["not known"] += max(0.0, (one.ns - float(one.parts_ns.sum())) * 1e-9)
     return dict(found)
+
+
+#: Reasons that lie in what a rank computes.
+_COMPUTES = frozenset(("kernels", "clock", "work"))
+
+
+def _longer(position: int, ranks: Sequence[RankSummary]) -> str:
+    """Returns the kernels, or operators, that take a rank longest beyond what they take the others, in words."""
+    mine = ranks[position].kernels
+    others = [one.kernels for p, one in enumerate(ranks) if p != position]
+    beyond = []
+    for name, (count, ns) in mine.items():
+        usual = float(
+            np.median([of[name][0] * of[name][1] if name in of else 0.0 for of in others])
+        )
+        beyond.append((count * ns - usual, name, count * ns, usual))
+    said = [
+        f"{name[:60]} {ns * 1e-6:.3g} ms a step, {usual * 1e-6:.3g} on the others"
+        for more, name, ns, usual in sorted(beyond, reverse=True)[:SHOWN]
+        if more > 0
+    ]
+    return f"; longer there: {', '.join(said)}" if said else ""
 
 
 def _of_compute(position: int, ranks: Sequence[RankSummary]) -> str:

@@ -1,0 +1,110 @@
+"""The job: its ranks together."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopwise.diagnosis.ranks.collect import Wanted, summary_of
+from flopwise.diagnosis.ranks.job import job_of
+from flopwise.records import store
+from flopwise.trace.chrome import read
+
+STEP = 1000.0
+
+
+WORDS = {
+    "Collective name": "allreduce",
+    "In msg nelems": 1_000_000,
+    "Out msg nelems": 1_000_000,
+    "dtype": "Float",
+    "Process Group Name": "0",
+}
+NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+
+
+def write(timeline: Any, name: str, rank: int, world: int, late: float, n: int = 8) -> Path:
+    """A rank of a job. Each step: a kernel of 300 and `late`, an all-reduce that ends at 700, the optimizer's kernel."""
+    words = {**WORDS, "Group size": world, "Process Group Ranks": str(list(range(world)))}
+    for k in range(n):
+        at = 1000.0 + STEP * k
+        timeline.kernel("gemm", at + 20, 300 + late, at=at)
+        op = timeline.op("record_param_comms", at + 300, 10, **words)
+        timeline.kernel(NCCL, at + 330 + late, 370 - late, at=at + 302, op=op, stream=20, **words)
+        timeline.optimizer(at + 705, 40)
+        timeline.kernel("update", at + 720, 200, at=at + 710)
+    timeline.on("NVIDIA H100 80GB HBM3")
+    timeline.header["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": world}
+    written: Path = timeline.write(name)
+    return written
+
+
+@pytest.fixture
+def summaries(timelines: Any) -> Any:
+    """Returns a function that returns the summaries of a job whose ranks come so late to their calls, in us."""
+
+    def make(*late: float, world: int | None = None) -> list[Any]:
+        found = []
+        for r, us in enumerate(late):
+            path = write(timelines(), f"rank{r}.json", r, world or len(late), us)
+            found.append(summary_of(read(path), Wanted(str(path))))
+        return found
+
+    return make
+
+
+def test_the_lines_of_the_job_are_the_mean_and_sum_to_the_step(summaries: Any) -> None:
+    ranks = summaries(0, 200, 0, 0)
+    job = job_of(ranks)
+    assert (job.world_size, len(job.ranks), job.step_s) == (4, 4, pytest.approx(STEP * 1e-6))
+    assert sum(line.s for line in job.lines) == pytest.approx(job.step_s)
+    assert sum(job.families.values()) == pytest.approx(job.step_s)
+    lines = {line.name: line.s for line in job.lines}
+    assert lines["comm_wait"] == pytest.approx(200e-6 * 3 / 4)
+    assert lines["comm_transfer"] == pytest.approx((3 * 370 + 170) / 4 * 1e-6 - 150e-6)
+    assert "comm_unsplit" not in lines
+
+
+def test_the_straggler_is_named_with_its_reason_and_amount(summaries: Any) -> None:
+    job = job_of(summaries(0, 200, 0, 0))
+    (found,) = job.stragglers
+    assert (found.rank, found.reason) == (1, "kernels")
+    assert found.delay_s == pytest.approx(200e-6, rel=0.15)
+    assert job.findings[0].cause in ("straggler", "exposed-communication")
+    assert {one.cause for one in job.findings} >= {"straggler"}
+    assert [one.wait_s for one in job.ranks] == pytest.approx([200e-6, 0, 200e-6, 200e-6])
+    assert job.ranks[0].wait_frac == pytest.approx(200 / 370)
+
+
+def test_even_ranks_have_no_straggler(summaries: Any) -> None:
+    job = job_of(summaries(0, 0, 0))
+    assert job.stragglers == []
+    assert job.stragglers_reason is not None
+    assert all(one.wait_s == 0 for one in job.ranks)
+
+
+def test_one_rank_alone_names_nobody(summaries: Any) -> None:
+    job = job_of(summaries(200, world=8))
+    assert (job.stragglers, job.redundant_bytes_frac) == ([], 0.0)
+    assert job.stragglers_reason is not None
+    assert "one rank of 8 was read" in job.stragglers_reason
+    lines = {line.name for line in job.ranks[0].ledger.lines}  # type: ignore[union-attr]
+    assert "comm_unsplit" in lines
+    assert "comm_wait" not in lines
+
+
+def test_the_order_of_the_files_does_not_matter(summaries: Any) -> None:
+    ranks = summaries(0, 200, 50)
+    one, other = job_of(ranks), job_of(ranks[::-1])
+    assert dataclasses.asdict(one) == dataclasses.asdict(other)
+
+
+def test_a_record_can_be_written_and_read_again(summaries: Any, tmp_path: Path) -> None:
+    from flopwise.records.job import SCHEMA, JobRecord
+
+    job = job_of(summaries(0, 200))
+    (tmp_path / "job.json").write_text(store.encode(job))
+    assert store.read(tmp_path / "job.json", JobRecord, SCHEMA) == job
