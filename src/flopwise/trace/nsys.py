@@ -124,8 +124,10 @@ class _Database:
                 raise TraceError(f"{path}: cannot be read: not a regular file")
             self.size = path.stat().st_size
             with path.open("rb") as file:
-                if file.read(len(MAGIC)) != MAGIC:
-                    raise TraceError(f"{path}: not a SQLite file")
+                head = file.read(100)
+            if head[: len(MAGIC)] != MAGIC:
+                raise TraceError(f"{path}: not a SQLite file")
+            self.cut_off = _cut_off(head, self.size)
             wal = path.with_name(path.name + "-wal")
             self.unfinished = wal.is_file() and wal.stat().st_size > 0
             address = path.resolve().as_uri() + "?mode=ro&immutable=1"
@@ -133,12 +135,12 @@ class _Database:
         except (OSError, RuntimeError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise TraceError(f"{path}: cannot be read: {reason}") from None
-        except sqlite3.Error as error:
+        except _FAILURES as error:
             raise TraceError(f"{path}: cannot be read as SQLite: {error}") from None
         try:
             self._restrict()
             self._tables = self._schema()
-        except (sqlite3.Error, OverflowError) as error:
+        except _FAILURES as error:
             self._connection.close()
             raise TraceError(f"{path}: cannot be read as SQLite: {error}") from None
 
@@ -158,6 +160,8 @@ class _Database:
         connection = self._connection
         connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
         for pragma in (
+            # The file is opened for reading alone; this has SQLite read what is left of one that was cut off.
+            *(["writable_schema=ON"] if self.cut_off else ()),
             "query_only=ON",
             "trusted_schema=OFF",
             "cell_size_check=ON",
@@ -181,13 +185,25 @@ class _Database:
         """
         most = self.size // LEAST_ROW_BYTES
         self._until = time.monotonic() + PATIENCE_S
-        cursor = self._connection.execute(query, values)
-        while rows := cursor.fetchmany(CHUNK):
-            most -= len(rows)
-            if most < 0:
-                raise sqlite3.DatabaseError("more rows than bytes: its pages refer to each other")
+        rows: list[tuple[Any, ...]] = []
+        try:
+            for row in self._connection.execute(query, values):
+                rows.append(row)
+                if len(rows) == CHUNK:
+                    most -= CHUNK
+                    if most < 0:
+                        raise sqlite3.DatabaseError(
+                            "more rows than bytes: its pages refer to each other"
+                        )
+                    yield rows
+                    rows = []
+                    self._until = time.monotonic() + PATIENCE_S
+        except _FAILURES:
+            if rows:  # those before the damage
+                yield rows
+            raise
+        if rows:
             yield rows
-            self._until = time.monotonic() + PATIENCE_S
 
     def _schema(self) -> dict[str, _Table]:
         """Returns the ordinary tables by name; views and virtual tables are not read."""
@@ -217,7 +233,7 @@ class _Database:
         try:
             rows = next(self._ask(f'SELECT rowid FROM "{table.name}" ORDER BY rowid DESC LIMIT 1'))
             return max(1, min(int(rows[0][0]), self.size // LEAST_ROW_BYTES))
-        except (StopIteration, sqlite3.Error, TypeError, ValueError):
+        except (StopIteration, TypeError, ValueError, *_FAILURES):
             return 1
 
     def rows(
@@ -296,6 +312,7 @@ class _Reader:
         )
         found = [(base, self.database.table(base), read) for base, read in plan]
         header = self._header()
+        self.damage.ends_early = self.database.cut_off
         self.total = sum(self.database.last_row(t) for _, t, _ in found if t is not None) or 1
         for base, table, read in found:
             if table is None or not {"start", "end"} <= table.columns:
@@ -303,7 +320,7 @@ class _Reader:
             before = self.builder.rows
             try:
                 read(table)
-            except (sqlite3.Error, OverflowError) as error:
+            except _FAILURES as error:
                 self.damage.ends_early = f"table {table.name}: {error}"
             self.counts[base] = self.builder.rows - before
         if not self.builder.rows and self.damage.ends_early:
@@ -355,7 +372,7 @@ class _Reader:
             return []
         try:
             return next(self.database.rows(table, columns, "LIMIT 4096"), [])
-        except (sqlite3.Error, OverflowError):
+        except _FAILURES:
             return []
 
     # ------------------------------------------------------------------ events of a device
@@ -598,8 +615,21 @@ class _Reader:
         return events
 
 
+#: What a damaged file may raise: a message of SQLite's may quote bytes that are no text.
+_FAILURES = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
 #: The first columns of everything that a device does.
 _DEVICE = ("start", "end", "deviceId", "contextId", "streamId", "correlationId", "globalPid")
+
+
+def _cut_off(head: bytes, size: int) -> str | None:
+    """Returns how much of a file is missing by its header. Source: https://www.sqlite.org/fileformat2.html, section 1.3."""
+    page, pages = int.from_bytes(head[16:18], "big"), int.from_bytes(head[28:32], "big")
+    whole = (65_536 if page == 1 else page) * pages
+    if (
+        head[24:28] != head[92:96] or size >= whole
+    ):  # the number of pages is not kept by old writers
+        return None
+    return f"the file is cut off: {size} of {whole} bytes are there"
 
 
 def _first(table: _Table, *columns: str) -> str:
