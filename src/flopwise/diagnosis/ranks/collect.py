@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,16 +152,19 @@ def calls_of(taken: Taken, base_ns: int) -> Calls:
             labelled[i] = words[-1].nbytes >= 0
         else:
             words.append(moved(events.collectives[said] if said >= 0 else None, name))
+    launched = work.launched_ns[at]
+    if taken.device == cpu.DEVICE:
+        launched = _launched_by_c10d(events, start, words)
     compute = _spans(work.start_ns, work.end_ns, job.kind == Owner.COMPUTE)
     bounds = taken.marks.bounds_ns
-    backward = _pass_of(backward_passes(events), work.launched_ns[at])
+    backward = _pass_of(backward_passes(events), launched)
     covering, covered_from = _covering(compute, start, end)
     step = np.searchsorted(bounds, start, "right") - 1 - taken.sound.first
     step[(step < 0) | (start >= bounds[-1])] = -1
     return Calls(
         start_ns=start + base_ns,
         end_ns=end + base_ns,
-        launched_ns=work.launched_ns[at] + base_ns,
+        launched_ns=launched + base_ns,
         stream=events.stream[rows],
         op=[one.op for one in words],
         nbytes=np.asarray([one.nbytes for one in words], np.int64),
@@ -181,6 +186,30 @@ def calls_of(taken: Taken, base_ns: int) -> Calls:
         before=_before(taken, compute, start, end),
         place=_places(events, work.op[at]),
     )
+
+
+def _launched_by_c10d(events: Events, start: Ints, words: list[Moved]) -> Ints:
+    """Returns when the training thread asked for collectives that other threads carry out: their own start where it is not known.
+
+    The operator that asks and the range that carries out have no number in common: of those that move as much, the latest one
+    before it that no later one has taken.
+    """
+    asked = np.flatnonzero(
+        events.of(Kind.OP) & events.names_where(lambda n: n.startswith("c10d::"))
+    )
+    free: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for row in asked.tolist():
+        one = _by_operands(events, row, events.name_of(row))
+        free[one.op, one.nbytes].append(int(events.start_ns[row]))
+    launched = start.copy()
+    for i in np.argsort(start, kind="stable")[::-1].tolist():
+        of = free.get((words[i].op, words[i].nbytes), [])
+        at = bisect.bisect_right(of, int(start[i])) - 1
+        if at >= 0:
+            launched[i] = of[at]
+            del of[at:]  # what lies between was asked for by nobody who is left
+    found: Ints = launched
+    return found
 
 
 def _by_operands(events: Events, row: int, name: str) -> Moved:
@@ -242,21 +271,24 @@ def _before(taken: Taken, compute: Spans, start: Ints, end: Ints) -> Ints:
 
 
 def backward_passes(events: Events) -> Spans:
-    """Returns the stretches of the host's time in which autograd ran: one a backward pass, told apart by the forward between."""
+    """Returns the stretches of the host's time that belong to backward passes: each from where autograd begins to where the next
+    forward does. What is asked for behind the last gradient, by a callback, is in it.
+    """
     engine = events.names_where(lambda name: name.startswith(ENGINE)) & events.of(Kind.OP)
     spans = _spans(events.start_ns, events.end_ns, engine)
     if not spans:
         return spans
+    outside = covered(spans, events.start_ns, events.start_ns + 1) == 0
     forward = np.sort(
-        events.start_ns[
-            events.of(Kind.OP) & ~engine & (events.sequence >= 0)
-            & (covered(spans, events.start_ns, events.start_ns + 1) == 0)
-        ]
-    )  # fmt: skip
-    between = np.searchsorted(forward, spans.start[1:]) > np.searchsorted(forward, spans.end[:-1])
-    first = np.concatenate([[True], between])
-    last = np.concatenate([between, [True]])
-    return Spans(spans.start[first], spans.end[last])
+        events.start_ns[events.of(Kind.OP) & ~engine & (events.sequence >= 0) & outside]
+    )
+    after = np.searchsorted(
+        forward, spans.end
+    )  # of each stretch, the first of the forward behind it
+    first = np.concatenate([[True], np.searchsorted(forward, spans.start[1:]) > after[:-1]])
+    last = np.append(first[1:], True)
+    ends = np.append(forward, max(int(events.end_ns.max()), int(spans.end[-1])))
+    return Spans(spans.start[first], np.maximum(spans.end[last], ends[after[last]]))
 
 
 def _pass_of(passes: Spans, launched_ns: Ints) -> Ints:
@@ -264,7 +296,8 @@ def _pass_of(passes: Spans, launched_ns: Ints) -> Ints:
     if not passes:
         return np.full(len(launched_ns), -1, np.int64)
     number = np.searchsorted(passes.start, launched_ns, "right") - 1
-    return np.where((number >= 0) & (launched_ns < passes.end[number]), number, -1)
+    found: Ints = np.where((number >= 0) & (launched_ns < passes.end[number]), number, -1)
+    return found
 
 
 def _places(events: Events, ops: Ints) -> list[str]:

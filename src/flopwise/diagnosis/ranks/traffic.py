@@ -248,8 +248,11 @@ def _accumulated(ranks: Sequence[RankSummary]) -> _Found:
                 Counter((calls.group[i], int(calls.nbytes[i])) for i in of)
                 for of in by_pass.values()
             ]
-            last = sizes[-1]
-            if any(one_of != last for one_of in sizes[:-1]):
+            first, last = (
+                sizes[0],
+                sizes[-1],
+            )  # the last may have more: the norm of all gradients, say
+            if any(one_of != first for one_of in sizes[:-1]) or first - last:
                 continue
             passes_seen[len(sizes)] += 1
             for of in list(by_pass.values())[:-1]:
