@@ -254,11 +254,11 @@ _CHANNEL = re.compile(
 )
 _RING = re.compile(r"Channel (?P<channel>\d{1,4})(?:/\d{1,4})? :(?P<ranks>(?:\s+\d{1,9})+)\s*$")
 _NET = re.compile(
-    r"NET/(?P<name>[^/\s]{1,60})/(?P<device>\w+)(?:\(\w+\))?(?P<gdr>/GDRDMA(?:\(\w+\))?)?(?:/Shared)?"
+    r"NET/(?P<name>[^/]{1,60})/(?P<device>\w+)(?:\(\w+\))?(?P<gdr>/GDRDMA(?:\(\w+\))?)?(?:/Shared)?"
 )
 _COLLNET = re.compile(
     r"CollNet (?P<channel>\d{1,4})(?:/\d{1,4})? : (?P<rank>\d{1,9}) \[(?:send|receive)\] via "
-    r"COLLNET/(?P<name>[^/\s]{1,60})/(?P<device>\w+)(?P<gdr>/GDRDMA)?"
+    r"COLLNET/(?P<name>[^/]{1,60})/(?P<device>\w+)(?P<gdr>/GDRDMA)?"
 )
 _TREE = re.compile(r"\[(\d{1,4})\] (?:-?\d+/)*-?\d+->(\d{1,9})->(-?\d{1,9})")
 _COUNTS = re.compile(
@@ -268,7 +268,7 @@ _COUNTS = re.compile(
 _SET = re.compile(
     r"(?P<name>(?:NCCL|RCCL)_\w{1,80}) set (?:by environment )?to (?P<value>.{0,400})"
 )
-_NETWORK = re.compile(r"Using network (\S{1,60})")
+_NETWORK = re.compile(r"Using network (\S.{0,59})")
 _NVLS = re.compile(r"NVLS multicast support is (not )?available")
 _CUDA = re.compile(r"cudaDriverVersion (\d{4,6})")
 _CHOICE = re.compile(
