@@ -199,7 +199,7 @@ def redundant(
                 * 1e-9
                 / steps,
                 exposed_s=sum(
-                    int(ranks[p].calls.exposed_ns[i]) * part for (p, i), part in mine.items()
+                    _exposed_ns(ranks[p].calls, i, p, waits) * part for (p, i), part in mine.items()
                 )
                 * 1e-9
                 / steps,
@@ -224,6 +224,14 @@ def _transfer_ns(calls: Calls, i: int, p: int, waits: Waits | None) -> float:
     ns = int(calls.end_ns[i] - calls.start_ns[i])
     if waits is not None and waits.wait_ns[p][i] >= 0:
         ns -= int(waits.wait_ns[p][i])
+    return float(ns)
+
+
+def _exposed_ns(calls: Calls, i: int, p: int, waits: Waits | None) -> float:
+    """Returns how long a call moved data that no compute hid; with its waiting where that cannot be told apart."""
+    ns = int(calls.exposed_ns[i])
+    if waits is not None and waits.exposed_ns[p][i] >= 0:
+        ns -= int(waits.exposed_ns[p][i])
     return float(ns)
 
 
