@@ -144,7 +144,7 @@ def job(training: Any) -> Callable[..., JobRecord]:
             "stragglers": [
                 job_records.Straggler(
                     1, 0.28e-3, (0.25e-3, 0.31e-3), 0.84, 0.2, "host", {"host": 0.25e-3, "kernels": 0.03e-3},
-                    "its device idles 0.3 ms a step for its host, others 0.05 ms", ["train.py:88"],
+                    "its device idles 0.3 ms a step for its host, others 0.05 ms", ["train.py:88"], 0.14e-3,
                 )
             ],
             "stragglers_reason": None,

@@ -32,7 +32,8 @@ flopwise analyze run                                all 2 ranks read · NVIDIA H
   step                                           1 ms                    100 %
 
   stragglers, by how long they make others wait
-  rank 1      280 µs a step · 250 µs to 310 µs, 95 % · 84 % of all waiting that a rank caused
+  rank 1      140 µs a step for each other rank · 84 % of all waiting that a rank caused
+              280 µs in these traces, mean over all ranks (250 µs to 310 µs, 95 %)
               its host is late
               by reason: host 250 µs, kernels 30 µs
               its device idles 0.3 ms a step for its host, others 0.05 ms

@@ -133,13 +133,13 @@ class Straggler:
     #: over all matched calls of the traces. Over ranks it sums to the job's mean wait.
     caused_s: float
     ci95: tuple[float, float] | None  # of it
-    delay_s: float  # how long the other ranks of its groups wait for it in a step, mean over these others
     share_frac: float  # of all waiting that any rank caused
     last_frac: float  # how often it was the last, of all matched calls: not what counts
     reason: str  # "host" | "input" | "kernels" | "clock" | "work" | "communication" | "not known"
     reasons_s: dict[str, float]  # caused_s by reason, as far as it has one
     evidence: str
     where: list[str] = field(default_factory=list)
+    delay_s: float = 0.0  # how long the other ranks of its groups wait for it in a step, mean over these others
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def ranks(screen: Screen, record: JobRecord) -> None:
     if not record.ranks:
         return
     shown = words.telling(record, RANKS)
-    screen.line(("by rank, a step", "bold"), ("; waiting as a share of communication", "dim"))
+    screen.line(("by rank, a step", "bold"), ("; waiting as a share of all matched calls", "dim"))
     screen.table([*RANK_COLUMNS, Column("", tail=True)], [rank_row(record, one) for one in shown])
     _not_shown(screen, words.others(record, len(shown)))
     _withheld(screen, record, ("steps", "overlap", "waits", "matching"), [o.rank for o in shown])

@@ -222,12 +222,13 @@ def spans(ranks: Iterable[int]) -> str:
 
 def straggler(one: Straggler) -> list[Piece]:
     """Returns what a rank costs the others, and how sure that is."""
-    caused = figures.duration(one.caused_s)
-    said: list[Piece] = [(f"{caused} a step", WARN)]
+    said: list[Piece] = [(f"{figures.duration(one.delay_s)} a step for each other rank", WARN)]
+    said.append(f"{percent(one.share_frac)} of all waiting that a rank caused")
+    caused = f"{figures.duration(one.caused_s)} in these traces, mean over all ranks"
     if one.ci95 is not None:
         low, high = map(figures.duration, one.ci95)
-        said.append(f"{low} to {high}, 95 %")
-    said.append(f"{percent(one.share_frac)} of all waiting that a rank caused")
+        caused += f" ({low} to {high}, 95 %)"
+    said.append(caused)
     said.append((REASONS.get(one.reason, one.reason), "bold"))
     return said
 
@@ -338,7 +339,9 @@ def _by_column(ranks: Sequence[RankRecord]) -> list[list[int]]:
 
 
 def wait_frac(one: RankRecord) -> float | None:
-    """Returns the share of a rank's communication that is waiting."""
+    """Returns the share of a rank's communication that is waiting: of all its matched calls."""
+    if one.wait_frac is not None:
+        return one.wait_frac
     if one.wait_s is None or one.communication_s is None or not one.communication_s > 0:
         return None
     return one.wait_s / one.communication_s
