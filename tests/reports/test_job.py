@@ -39,7 +39,7 @@ flopwise analyze run                                all 2 ranks read · NVIDIA H
               its device idles 0.3 ms a step for its host, others 0.05 ms
               train.py:88
 
-  by rank, a step; waiting as a share of communication
+  by rank, a step; waiting as a share of all matched calls
   rank     step  communication  waiting  exposed  clock offset   matched
      0     1 ms         500 µs     70 %   250 µs     reference  56 of 76
      1  1.02 ms         500 µs     26 %   250 µs  20 µs ± 1 µs  56 of 76
