@@ -79,16 +79,19 @@ def run(args: argparse.Namespace) -> int:
         UsageError: the peak is no rate, or what is written would replace a trace.
     """
     from flopwise.hardware.accelerators import parse_peak
-    from flopwise.trace.sources import find
+    from flopwise.trace.sources import SourceError, find
 
     peak = parse_peak(args.peak) if args.peak is not None else None
     _check_targets(args)
-    if len(args.path) == 1 and args.path[0].is_file():
+    if len(args.path) > 1 or args.path[0].is_dir():
+        return _several(args, peak, find(args.path))
+    try:
         sources = find(args.path)
-        if [one.kind for one in sources] == ["kineto"]:
-            return _one(args, peak)
-        return _several(args, peak, sources)
-    return _several(args, peak, find(args.path))
+    except SourceError:
+        return _one(args, peak)  # whose reader says best what is wrong with it
+    if [one.kind for one in sources] in ([], ["kineto"]):
+        return _one(args, peak)
+    return _several(args, peak, sources)
 
 
 def _one(args: argparse.Namespace, peak: Peak | None) -> int:
