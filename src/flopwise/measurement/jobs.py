@@ -11,6 +11,7 @@ from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_complet
 from dataclasses import dataclass, replace
 
 from flopwise.diagnosis.ledger.build import Given
+from flopwise.diagnosis.ranks.beside import hangs, routes
 from flopwise.diagnosis.ranks.collect import Wanted, no_ledger, summary_of
 from flopwise.diagnosis.ranks.job import job_of
 from flopwise.diagnosis.ranks.summary import RankSummary
@@ -19,7 +20,9 @@ from flopwise.hardware.accelerators import Peak
 from flopwise.measurement.ranks import summary_of_rank
 from flopwise.records.job import JobRecord
 from flopwise.trace.chrome import read
-from flopwise.trace.nsys import read_nsys
+from flopwise.trace.flight import read_flight
+from flopwise.trace.nccl_log import read_nccl_log
+from flopwise.trace.nsys import notes_of, read_nsys
 from flopwise.trace.sources import Source, Sources, settled, with_rank
 
 TRACES = ("kineto", "nsys", "run")
@@ -51,7 +54,10 @@ def read_rank(stage: Stage) -> RankSummary:
     try:
         if source.kind == "run":
             return summary_of_rank(source.path, source.rank or 0, stage.peak)
-        trace = read_nsys(source.path) if source.kind == "nsys" else read(source.path)
+        if source.kind == "nsys":
+            trace = read_nsys(source.path)
+            return replace(summary_of(trace, wanted), notes=notes_of(trace))
+        trace = read(source.path)
         return summary_of(trace, replace(wanted, rank=with_rank(source, trace.header).rank))
     except FlopwiseError as error:
         return no_ledger(wanted, str(error))
@@ -81,16 +87,20 @@ def analyse(
         FlopwiseError: none of them can be read.
     """
     stages = [Stage(one, device, peak, ledgers) for one in sources if one.kind in TRACES]
+    dumps = [read_flight(one.path, one.rank) for one in sources if one.kind == "flight"]
+    logs = [read_nccl_log(one.path) for one in sources if one.kind == "nccl-log"]
     with contextlib.ExitStack() as stack:
         if executor is None and len(stages) > 1 and workers(len(stages)) > 1:
             executor = stack.enter_context(_pool(workers(len(stages))))
         found = list(_mapped(stages, executor, told))
-    if all(one.ledger is None and one.reason and not one.events for one in found):
+    if found and all(one.ledger is None and one.reason and not one.events for one in found):
         raise FlopwiseError(found[0].reason or "nothing could be read")
     settled(_as_read(sources, found))  # ranks that only the whole file tells may be claimed twice
     notes = [f"{one.path} was left out: {one.reason}" for one in sources.left_out]
     notes += [f"{one.path}: {one.doubt}" for one in sources if one.doubt]
-    return job_of(found, notes)
+    more, said = routes(logs)
+    record = job_of(found, [*notes, *said])
+    return replace(record, findings=[*hangs(dumps), *record.findings, *more])
 
 
 def _as_read(sources: Sequence[Source], found: Sequence[RankSummary]) -> list[Source]:

@@ -139,7 +139,9 @@ class Straggler:
     reasons_s: dict[str, float]  # caused_s by reason, as far as it has one
     evidence: str
     where: list[str] = field(default_factory=list)
-    delay_s: float = 0.0  # how long the other ranks of its groups wait for it in a step, mean over these others
+    delay_s: float = (
+        0.0  # how long the other ranks of its groups wait for it in a step, mean over these others
+    )
 
 
 @dataclass(frozen=True)

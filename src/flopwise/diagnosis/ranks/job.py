@@ -113,10 +113,11 @@ def _stragglers(
 ) -> tuple[list[Straggler], str | None]:
     """Returns the stragglers, or why none can be named."""
     world = max((one.world_size for one in ranks if one.world_size), default=len(ranks))
+    if not ranks:
+        return [], "no trace was given"
     if len(ranks) < 2:
-        return [], f"one rank of {world} was read: who comes last shows in all of them" if (
-            world > 1
-        ) else "there is one rank"
+        alone = f"one rank of {world} was read: who comes last shows in all of them"
+        return [], alone if world > 1 else "there is one rank"
     if withheld.all_of("stragglers"):
         return [], f"withheld: {withheld.why('stragglers')}"
     if waited is None:
@@ -247,6 +248,8 @@ def _lines(
         for p, one in enumerate(ranks)
         if one.ledger is not None and not withheld.of(p, "ledger")
     ]
+    if not ranks:
+        return [], "no trace was given"
     if len(ledgers) < len(ranks):
         return [], f"{len(ranks) - len(ledgers)} of {len(ranks)} ranks have no ledger"
     by_rank = [{line.name: line for line in ledger.lines} for ledger in ledgers if ledger]
