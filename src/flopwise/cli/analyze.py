@@ -9,7 +9,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,11 @@ from flopwise.cli.report import _width
 from flopwise.errors import UsageError
 
 if TYPE_CHECKING:
+    from flopwise.diagnosis.ledger.build import Given
+    from flopwise.diagnosis.ranks.summary import RankSummary
     from flopwise.hardware.accelerators import Peak
+    from flopwise.records.ledger import LedgerRecord
+    from flopwise.trace.chrome import Trace
     from flopwise.trace.sources import Sources
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -60,6 +64,19 @@ def add_parser(subparsers: Subparsers) -> None:
         "--json", metavar="PATH", type=Path, help="write what was found as JSON, too (- for stdout)"
     )
     parser.add_argument("--html", metavar="PATH", help="write the report as one HTML file, too")
+    parser.add_argument(
+        "--perfetto",
+        metavar="PATH",
+        type=Path,
+        help="write a copy of the trace with steps, lines, idle time and findings as tracks for ui.perfetto.dev (one trace; .gz: "
+        "compressed)",
+    )
+    parser.add_argument(
+        "--tables",
+        metavar="FOLDER",
+        type=Path,
+        help="write events (of one trace), the ledger's lines by step and the calls as Parquet files (needs flopwise[tables])",
+    )
     parser.add_argument(
         "--width",
         metavar="N",
@@ -111,10 +128,16 @@ def _one(args: argparse.Namespace, peak: Peak | None) -> int:
     finally:
         if progress is not None:
             progress.end()
-    found = summary_of(trace, Wanted(str(path), None, None, args.device, Given(peak=peak)))
+    given = Given(peak=peak)
+    found = summary_of(trace, Wanted(str(path), None, None, args.device, given))
     if found.ledger is None:
         raise FlopwiseError(found.reason or f"{path}: there is no ledger")
     record = found.ledger
+    written = []
+    if args.perfetto is not None:
+        written.append(_perfetto(args, trace, given, record))
+    if args.tables is not None:
+        written += _tables(args, [found], trace)
 
     def text() -> str:
         return store.encode_together(record, job_of([found]))
@@ -127,20 +150,57 @@ def _one(args: argparse.Namespace, peak: Peak | None) -> int:
     def shown(**how: Any) -> str:
         return render_ledger(record, **how)
 
-    return _put(args, text, page, shown, partial=trace.damage.ends_early is not None)
+    return _put(args, text, page, shown, written, partial=trace.damage.ends_early is not None)
+
+
+def _perfetto(args: argparse.Namespace, trace: Trace, given: Given, record: LedgerRecord) -> str:
+    """Writes the copy with tracks; returns its path."""
+    from flopwise.diagnosis.ledger.build import take, tracks_of
+    from flopwise.reports.perfetto import annotated
+
+    bounds, lines, idle = tracks_of(take(trace, args.device, given))
+    annotated(
+        args.path[0],
+        args.perfetto,
+        bounds_ns=bounds,
+        lines=lines,
+        findings=record.findings,
+        idle=idle,
+    )
+    return str(args.perfetto)
+
+
+def _tables(
+    args: argparse.Namespace, ranks: Sequence[RankSummary], trace: Trace | None
+) -> list[str]:
+    """Writes the Parquet files; returns their paths."""
+    from flopwise.diagnosis.ranks.columns import calls, lines
+    from flopwise.reports.tables import write_tables
+
+    written = write_tables(
+        args.tables,
+        events=None if trace is None else trace.events,
+        lines=lines(ranks),
+        calls=calls(ranks),
+    )
+    return [str(path) for path in written]
 
 
 def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> int:
     """Reports a job by the traces of its ranks."""
-    from flopwise.measurement.jobs import analyse
+    from flopwise.errors import UsageError
+    from flopwise.measurement.jobs import conclude, read_ranks
     from flopwise.records import store
     from flopwise.reports.terminal import render_job
 
+    if args.perfetto is not None:
+        raise UsageError("--perfetto copies one trace: give the file of one rank")
     told = Ranks() if sys.stderr.isatty() else None
     try:
-        record = analyse(
+        ranks = read_ranks(
             sources, device=args.device, peak=peak, ledgers=not args.no_ledger, told=told
         )
+        record = conclude(sources, ranks)
     finally:
         if told is not None:
             told.end()
@@ -156,8 +216,9 @@ def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> i
     def shown(**how: Any) -> str:
         return render_job(record, **how)
 
+    written = [] if args.tables is None else _tables(args, ranks, None)
     partial = not args.no_ledger and any(one.ledger is None for one in record.ranks)
-    return _put(args, text, page, shown, partial=partial)
+    return _put(args, text, page, shown, written, partial=partial)
 
 
 def _put(
@@ -165,6 +226,7 @@ def _put(
     text: Callable[[], str],
     page: Callable[[], str],
     shown: Callable[..., str],
+    written: list[str],
     *,
     partial: bool,
 ) -> int:
@@ -172,7 +234,7 @@ def _put(
     from flopwise.records import store
     from flopwise.reports.stream import look, write
 
-    saved = []
+    saved = [*written]
     if args.html is not None:
         store.put_text("--html", args.html, page())
         saved.append(args.html)
@@ -196,7 +258,8 @@ def _check_targets(args: argparse.Namespace) -> None:
     """
     taken = {os.path.realpath(path): "the trace itself" for path in args.path}
     folders = [os.path.realpath(path) for path in args.path if path.is_dir()]
-    for option, target in (("--json", args.json), ("--html", args.html)):
+    options = (("--json", args.json), ("--html", args.html), ("--perfetto", args.perfetto))
+    for option, target in options:
         if target is None or str(target) == "-" or not _is_file_or_new(target):
             continue
         path = os.path.realpath(target)

@@ -63,7 +63,7 @@ def read_rank(stage: Stage) -> RankSummary:
         return no_ledger(wanted, str(error))
 
 
-def analyse(
+def read_ranks(
     sources: Sources,
     *,
     device: int | None = None,
@@ -71,8 +71,8 @@ def analyse(
     ledgers: bool = True,
     executor: Executor | None = None,
     told: Told | None = None,
-) -> JobRecord:
-    """Returns what is said of the job whose ranks' traces these are.
+) -> list[RankSummary]:
+    """Returns what each rank of a job comes down to.
 
     Args:
         sources: of each rank one.
@@ -87,8 +87,6 @@ def analyse(
         FlopwiseError: none of them can be read.
     """
     stages = [Stage(one, device, peak, ledgers) for one in sources if one.kind in TRACES]
-    dumps = [read_flight(one.path, one.rank) for one in sources if one.kind == "flight"]
-    logs = [read_nccl_log(one.path) for one in sources if one.kind == "nccl-log"]
     with contextlib.ExitStack() as stack:
         if executor is None and len(stages) > 1 and workers(len(stages)) > 1:
             executor = stack.enter_context(_pool(workers(len(stages))))
@@ -96,11 +94,31 @@ def analyse(
     if found and all(one.ledger is None and one.reason and not one.events for one in found):
         raise FlopwiseError(found[0].reason or "nothing could be read")
     settled(_as_read(sources, found))  # ranks that only the whole file tells may be claimed twice
+    return found
+
+
+def conclude(sources: Sources, ranks: Sequence[RankSummary]) -> JobRecord:
+    """Returns what is said of a job: by its ranks, and by the dumps and logs beside them.
+
+    Raises:
+        TraceError: a dump or log cannot be read.
+    """
+    dumps = [read_flight(one.path, one.rank) for one in sources if one.kind == "flight"]
+    logs = [read_nccl_log(one.path) for one in sources if one.kind == "nccl-log"]
+    more, said = routes(logs)
     notes = [f"{one.path} was left out: {one.reason}" for one in sources.left_out]
     notes += [f"{one.path}: {one.doubt}" for one in sources if one.doubt]
-    more, said = routes(logs)
-    record = job_of(found, [*notes, *said])
+    record = job_of(ranks, [*notes, *said])
     return replace(record, findings=[*hangs(dumps), *record.findings, *more])
+
+
+def analyse(sources: Sources) -> JobRecord:
+    """Returns what is said of the job whose ranks' traces these are.
+
+    Raises:
+        FlopwiseError: none of them can be read, or two are of the same rank.
+    """
+    return conclude(sources, read_ranks(sources))
 
 
 def _as_read(sources: Sequence[Source], found: Sequence[RankSummary]) -> list[Source]:

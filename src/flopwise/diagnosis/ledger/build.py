@@ -131,6 +131,20 @@ def scene_of(taken: Taken, record: LedgerRecord) -> Scene:
     )
 
 
+def tracks_of(
+    taken: Taken,
+) -> tuple[list[int], list[dict[str, float]], list[tuple[int, int, str]]]:
+    """Returns what can be drawn beside a trace: bounds of its steps, each step's lines in ns, and idle stretches with their cause.
+
+    Times are ns of the trace's own time.
+    """
+    bounds = taken.marks.bounds_ns[taken.sound.first :]
+    low, high = int(bounds[0]), int(bounds[-1])
+    pieces = taken.job.why_idle(own(taken.job.work, taken.job.kind, low, high).idle).pieces
+    idle = [(one.start_ns, one.end_ns, one.cause) for one in sorted(pieces)]
+    return bounds.tolist(), taken.tally.lines, idle
+
+
 def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -> Taken:
     """Returns a trace taken apart: by device work, or by a CPU's operators where there is none.
 

@@ -93,6 +93,7 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
         bounds_ns=bounds + base_ns,
         calls=calls_of(taken, base_ns),
         defects=defects,
+        lines_ns=taken.tally.lines,
         kernels=durations(
             taken.job.events, taken.job.work, int(bounds[0]), int(bounds[-1]), len(bounds) - 1
         ),

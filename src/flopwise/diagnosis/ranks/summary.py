@@ -74,3 +74,6 @@ class RankSummary:
     events: int = 0
     sm_mhz: float | None = None
     notes: list[str] = field(default_factory=list)
+    lines_ns: list[dict[str, float]] = field(
+        default_factory=list
+    )  # of each recorded step that counts: line -> ns
