@@ -157,11 +157,13 @@ class _Table:
         start: list[int] = []
         for raw in found:
             try:
-                event = _lenient(raw)
+                clean = _clean(raw)
+                pieces.damage.not_utf8 += clean != raw
+                event = _lenient(clean)
                 if event.ph == "X":
                     start.append(_exact_ns([str(raw.get("ts", 0)).encode()])[0])
                     events.append(event)
-            except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+            except (msgspec.MsgspecError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
                 pieces.damage.event(pieces.position, f"{type(error).__name__}: {error}")
         self._add(events, start)
 
@@ -172,7 +174,7 @@ class _Table:
         kinds = [self.kinds[event.cat] for event in events]
         columns: dict[str, Any] = {
             "start_ns": start,
-            "duration_ns": _ns([event.dur for event in events]),
+            "duration_ns": _ns([event.dur for event in events], LIMIT_NS - 1),
             "kind": kinds,
             "name": list(map(builder.names.__getitem__, [event.name for event in events])),
             "lane": list(
@@ -281,11 +283,12 @@ def _collective(a: Args) -> Collective:
     )
 
 
-def _ns(us: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Returns microseconds as whole nanoseconds; what is no number of a possible size becomes the largest one."""
+def _ns(us: Sequence[float], too_large: int = LIMIT_NS) -> npt.NDArray[np.int64]:
+    """Returns microseconds as whole nanoseconds; what is no number becomes the largest one."""
     values = np.asarray(us, np.float64)
     good = np.abs(values) < LIMIT_NS / 1000  # false for NaN too
-    return np.where(good, np.rint(np.where(good, values, 0.0) * 1000.0), LIMIT_NS).astype(np.int64)
+    whole = np.rint(np.where(good, values, 0.0) * 1000.0).astype(np.int64)
+    return np.where(good, whole, np.where(np.isnan(values), LIMIT_NS, too_large))
 
 
 _STAMP = re.compile(rb'"ts"\s*:\s*(\d+\.\d+)')
@@ -327,6 +330,21 @@ _INTEGERS = (
     "Seq",
     "Dst Rank",
 )
+
+
+def _clean(value: Any) -> Any:
+    """Returns a JSON value in which bytes that are no UTF-8, and halves of surrogate pairs, are replaced."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            if any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in value):
+                return value.encode("utf-8", "replace").decode()
+            return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return value
+    if isinstance(value, dict):
+        return {_clean(key): _clean(one) for key, one in value.items()}
+    return [_clean(one) for one in value] if isinstance(value, list) else value
 
 
 def _lenient(raw: dict[str, Any]) -> Event:
