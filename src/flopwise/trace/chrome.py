@@ -163,7 +163,13 @@ class _Table:
                 if event.ph == "X":
                     start.append(_exact_ns([str(raw.get("ts", 0)).encode()])[0])
                     events.append(event)
-            except (msgspec.MsgspecError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
+            except (
+                msgspec.MsgspecError,
+                ValueError,
+                TypeError,
+                ArithmeticError,
+                RecursionError,
+            ) as error:
                 pieces.damage.event(pieces.position, f"{type(error).__name__}: {error}")
         self._add(events, start)
 

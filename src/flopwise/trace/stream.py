@@ -23,11 +23,13 @@ PIECE_BYTES = 1 << 20
 LONGEST_BYTES = 64 << 20
 #: So many damaged events are described; the others are only counted.
 MOST_DESCRIBED = 20
-#: A piece that has damage is read no more than so many times: events that swallow those behind them are tried again.
-MOST_TRIED = 16
+#: More damage than this and a file is given up: each damaged event is looked at by itself, and may swallow those behind it,
+#: which are then read again.
+MOST_DAMAGED = 20_000
+MOST_AGAIN_BYTES = 64 << 20
 #: What a compressed file may expand to: so many bytes, and beyond them no more than so many times its size. Traces of torch
 #: expand 14 to 31 times (18 were tried); the most that deflate can do is 1032 times (zlib.net/zlib_tech.html).
-MOST_EXPANSION = 200
+MOST_EXPANSION = 100
 EXPANDED_BYTES = 128 << 20
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
@@ -70,6 +72,7 @@ class Pieces:
         self._ended = False
         self._start = 0  # of the piece in hand
         self._carry = b""  # of it, an event that goes on in the next one
+        self._again_bytes = 0  # that were read more than once because of damage
 
     @property
     def position(self) -> int:
@@ -97,7 +100,7 @@ class Pieces:
                     break
                 if cut < 0:
                     if len(buffer) > LONGEST_BYTES:
-                        raise self._endless(self._at)
+                        raise self._endless(self._at, len(buffer))
                     continue
                 assert separator is not None
                 body, buffer = buffer[: cut + 1], buffer[cut + len(separator) - 1 :]
@@ -106,7 +109,7 @@ class Pieces:
                 self._start, self._carry = start, b""
                 yield b"[" + body + b"]"
                 if len(self._carry) > LONGEST_BYTES // 4:
-                    raise self._endless(start)
+                    raise self._endless(start, len(self._carry))
                 if self._carry:  # the piece ended within an event
                     buffer = self._carry + separator[1:-1] + buffer
                     self._at -= len(self._carry) + len(separator) - 2
@@ -146,10 +149,10 @@ class Pieces:
                     f"{self._seen(bare)}"
                 )
 
-    def _endless(self, at: int) -> TraceError:
+    def _endless(self, at: int, length: int) -> TraceError:
         return TraceError(
-            f"{self.path}: no end of an event within {LONGEST_BYTES >> 22} MiB from byte {at} on: this is no Chrome "
-            "trace, or it is damaged there"
+            f"{self.path}: no end of an event within {length >> 20} MiB from byte {at} on: this is no Chrome trace, or "
+            "it is damaged there"
         )
 
     def _seen(self, bare: bytes) -> str:
@@ -180,7 +183,7 @@ class Pieces:
         decoder = json.JSONDecoder(strict=False, parse_float=Decimal)
         position = _Position(text)
         events: list[dict[str, Any]] = []
-        at, left = 0, MOST_TRIED * len(text)
+        at = 0
         while True:
             at = _AFTER.match(text, at).end()  # type: ignore[union-attr]
             if at >= len(text):
@@ -197,21 +200,33 @@ class Pieces:
                 else:
                     self.damage.event(self._start + position.bytes_at(begin), "not an event")
             except (ValueError, RecursionError) as error:
-                left -= max(0, getattr(error, "pos", at) - at)
-                following = _BETWEEN_TEXT.search(text, at + 1) if left > 0 else None
-                found = following or _CLOSING_TEXT.search(text, at + 1)
+                self._bear(getattr(error, "pos", at) - at)
+                found = _BETWEEN_TEXT.search(text, at + 1) or _CLOSING_TEXT.search(text, at + 1)
                 if found is None:
                     rest = text[at:].encode("utf-8", "surrogateescape")
-                    if left <= 0:
-                        where = self._start + position.bytes_at(begin)
-                        self.damage.event(where, f"{len(rest)} bytes are too damaged to be read")
-                    elif not last:
+                    if not last:
                         self._carry = rest
                     elif self.damage.ends_early is None:
-                        self.damage.ends_early = f"an event is cut off at byte {self._start + position.bytes_at(begin)}"
+                        self.damage.ends_early = (
+                            f"an event is cut off at byte {self._start + position.bytes_at(begin)}"
+                        )
                     return events
                 self.damage.event(self._start + position.bytes_at(begin), _why(error))
                 at = found.end() - 1
+
+    def _bear(self, tried: int) -> None:
+        """Notes how much was read in vain.
+
+        Raises:
+            TraceError: it is too much.
+        """
+        self._again_bytes += max(0, tried)
+        if self.damage.events >= MOST_DAMAGED or self._again_bytes > MOST_AGAIN_BYTES:
+            first = self.damage.described[0] if self.damage.described else "the first event"
+            raise TraceError(
+                f"{self.path}: too damaged to be read: {self.damage.events} damaged events up to byte {self._start} "
+                f"({first})"
+            )
 
 
 class _Position:
