@@ -10,8 +10,9 @@ import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -30,33 +31,37 @@ MOST_DEVICES = 32767  # what the table's column holds; no host has so many
 Progress = Callable[[int], None]
 
 
+#: What a column of the table can hold.
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class Args(msgspec.Struct, gc=False):
     """What flopwise reads of an event's `args`."""
 
-    external: int = msgspec.field(default=ABSENT, name="External id")
-    external_old: int = msgspec.field(default=ABSENT, name="external id")
-    correlation: int = ABSENT
-    device: int = ABSENT
-    stream: int = ABSENT
-    nbytes: int = msgspec.field(default=ABSENT, name="bytes")
-    sequence: int = msgspec.field(default=ABSENT, name="Sequence number")
+    external: Int64 = msgspec.field(default=ABSENT, name="External id")
+    external_old: Int64 = msgspec.field(default=ABSENT, name="external id")
+    correlation: Int64 = ABSENT
+    device: Int64 = ABSENT
+    stream: Int64 = ABSENT
+    nbytes: Int64 = msgspec.field(default=ABSENT, name="bytes")
+    sequence: Int64 = msgspec.field(default=ABSENT, name="Sequence number")
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
     types: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
     strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Strides")
     concrete: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
     grid: msgspec.Raw = msgspec.Raw(b"")
     block: msgspec.Raw = msgspec.Raw(b"")
-    registers: int = msgspec.field(default=ABSENT, name="registers per thread")
-    shared: int = msgspec.field(default=ABSENT, name="shared memory")
+    registers: Int64 = msgspec.field(default=ABSENT, name="registers per thread")
+    shared: Int64 = msgspec.field(default=ABSENT, name="shared memory")
     collective: str = msgspec.field(default="", name="Collective name")
-    elements_in: int = msgspec.field(default=ABSENT, name="In msg nelems")
-    elements_out: int = msgspec.field(default=ABSENT, name="Out msg nelems")
+    elements_in: Int64 = msgspec.field(default=ABSENT, name="In msg nelems")
+    elements_out: Int64 = msgspec.field(default=ABSENT, name="Out msg nelems")
     dtype: str = ""
     group: str = msgspec.field(default="", name="Process Group Name")
-    group_size: int = msgspec.field(default=ABSENT, name="Group size")
+    group_size: Int64 = msgspec.field(default=ABSENT, name="Group size")
     ranks: str = msgspec.field(default="", name="Process Group Ranks")
-    collective_sequence: int = msgspec.field(default=ABSENT, name="Seq")
-    peer: int = msgspec.field(default=ABSENT, name="Dst Rank")
+    collective_sequence: Int64 = msgspec.field(default=ABSENT, name="Seq")
+    peer: Int64 = msgspec.field(default=ABSENT, name="Dst Rank")
     kernel_file: str = ""
     kernel_name: str = ""
     kernel_backend: str = ""
@@ -353,6 +358,17 @@ def _clean(value: Any) -> Any:
     return [_clean(one) for one in value] if isinstance(value, list) else value
 
 
+def _int64(value: Any) -> int | None:
+    """Returns a value as a whole number, None where it is none that a column can hold."""
+    if isinstance(value, Decimal) and not (value.is_finite() and value.adjusted() < 19):
+        return None  # writing out 10 to the power of a billion takes forever
+    try:
+        number = int(value)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return number if -(2**63) <= number < 2**63 else None
+
+
 def _lenient(raw: dict[str, Any]) -> Event:
     """Returns an event of which single values may be of another type than the usual one.
 
@@ -363,10 +379,11 @@ def _lenient(raw: dict[str, Any]) -> Event:
     args = dict(args) if isinstance(args, dict) else {}
     for key in _INTEGERS:
         if key in args:
-            try:
-                args[key] = int(args[key])
-            except (ValueError, TypeError, OverflowError):
+            number = _int64(args[key])
+            if number is None:
                 del args[key]
+            else:
+                args[key] = number
     known = {f.encode_name: f for f in msgspec.structs.fields(Args)}
     kept: dict[str, Any] = {}
     for key, value in args.items():
