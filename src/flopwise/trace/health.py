@@ -51,6 +51,7 @@ class Sifted:
     names: tuple[str, ...] = ()  # of the first few of them
     missing_ns: int = 0  # how long they may have run: as long as usable ones of their names
     rows: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of them, in the trace
+    outlasting: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of them, that run on
     host: int = 0  # events of the host whose times cannot be true
     graph_rows: int = 0  # rows for a whole graph beside those of its kernels
 
@@ -89,6 +90,7 @@ def sift(events: Events) -> Sifted:
         names=tuple(dict.fromkeys(events.name_of(int(row)) for row in np.flatnonzero(bad)[:3])),
         missing_ns=_missing_ns(events, usable, bad, reasons["of no duration"] & ~early),
         rows=np.flatnonzero(bad).astype(np.int64),
+        outlasting=np.flatnonzero(reasons[OUTLASTING]).astype(np.int64),
         host=int((~work & ~host_good).sum()),
         graph_rows=int(graphs.sum()),
     )
@@ -199,6 +201,12 @@ def _graph_rows(events: Events, usable: Mask) -> Mask:
     return found
 
 
+def launching(events: Events) -> Mask:
+    """Returns which events are calls that launch work."""
+    calls: Mask = events.of(Kind.RUNTIME) & events.names_where(_LAUNCH.match)
+    return calls
+
+
 def lost_launches(events: Events) -> Ints:
     """Returns the rows of the calls that launched work which the trace does not have.
 
@@ -206,7 +214,7 @@ def lost_launches(events: Events) -> Ints:
     """
     if not (events.correlation[events.on_device] > 0).any():
         return np.zeros(0, np.int64)
-    calls = events.of(Kind.RUNTIME) & events.names_where(_LAUNCH.match) & (events.correlation > 0)
+    calls = launching(events) & (events.correlation > 0)
     alone = calls & ~np.isin(events.correlation, events.correlation[events.on_device])
     rows = np.flatnonzero(alone).astype(np.int64)
     return rows[~_capturing(events, rows)]
@@ -227,17 +235,17 @@ def _capturing(events: Events, rows: Ints) -> Mask:
 
 def first_whole(events: Events, marks: Steps, lost: Ints) -> int:
     """Returns the first step of which all work is in the trace; 0 where no step is whole."""
-    calls = events.of(Kind.RUNTIME) & events.names_where(_LAUNCH.match)
-    made, _ = np.histogram(events.start_ns[calls], _edges(marks))
-    gone, _ = np.histogram(events.start_ns[lost], _edges(marks))
+    calls = launching(events)
+    made, _ = np.histogram(events.start_ns[calls], rising(marks.host_ns))
+    gone, _ = np.histogram(events.start_ns[lost], rising(marks.host_ns))
     whole = np.flatnonzero(gone <= LOST_FRAC * made)
     return int(whole[0]) if len(whole) else 0
 
 
-def _edges(marks: Steps) -> Ints:
-    """The bounds of the steps on the host, in rising order as a histogram needs them."""
-    rising: Ints = np.maximum.accumulate(marks.host_ns) + np.arange(len(marks.host_ns))
-    return rising
+def rising(bounds_ns: Ints) -> Ints:
+    """Returns bounds of steps in rising order, as a histogram needs them."""
+    found: Ints = np.maximum.accumulate(bounds_ns) + np.arange(len(bounds_ns))
+    return found
 
 
 def starts_at_launch(work: Launches) -> int:
@@ -251,12 +259,23 @@ def starts_at_launch(work: Launches) -> int:
 
 def overlap_ns(events: Events, work: Launches) -> int:
     """Returns for how long work of one stream overlapped by more than a sound trace's does."""
-    total = 0
+    return int(_overlaps(events, work).sum())
+
+
+def overlaps(events: Events, work: Launches) -> int:
+    """Returns how many pieces of work began before what is ahead of them on their stream had ended, by more than that."""
+    return len(_overlaps(events, work))
+
+
+def _overlaps(events: Events, work: Launches) -> Ints:
     stream = events.stream[work.rows]
-    for one in np.unique(stream):
-        rows = np.flatnonzero(stream == one)
-        rows = rows[np.argsort(work.start_ns[rows], kind="stable")]
-        end = np.maximum.accumulate(work.end_ns[rows])[:-1]
-        over = np.minimum(end, work.end_ns[rows][1:]) - work.start_ns[rows][1:]
-        total += int(over[over > OVERLAP_NS].sum())
-    return total
+    order = np.lexsort((work.start_ns, stream))
+    start, end = work.start_ns[order], work.end_ns[order]
+    bounds = [*np.flatnonzero(np.diff(stream[order])) + 1, len(order)]
+    found, low = [np.zeros(0, np.int64)], 0
+    for high in bounds:
+        latest = np.maximum.accumulate(end[low:high])[:-1]
+        over = np.minimum(latest, end[low:high][1:]) - start[low:high][1:]
+        found.append(over[over > OVERLAP_NS])
+        low = high
+    return np.concatenate(found)
