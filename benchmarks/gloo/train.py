@@ -61,7 +61,11 @@ class Net(nn.Module):
     def __init__(self, forward_s: float, backward_s: float) -> None:
         super().__init__()
         self.seconds = forward_s, backward_s
-        self.a, self.b, self.c = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+        self.a, self.b, self.c = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 10),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = Sleep.apply(torch.relu(self.a(x)), *self.seconds)
@@ -72,7 +76,9 @@ def main() -> None:
     """Trains."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--fault", choices=FAULTS, default="none")
-    parser.add_argument("--seconds", type=float, default=0.03, help="how long the slow rank sleeps a step")
+    parser.add_argument(
+        "--seconds", type=float, default=0.03, help="how long the slow rank sleeps a step"
+    )
     parser.add_argument("--micro", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--steps", type=int, default=2000)
     flags = parser.parse_args()

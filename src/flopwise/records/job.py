@@ -36,6 +36,8 @@ class Defect:
     share_frac: float | None  # of them that are so; None: a share says nothing here
     evidence: str  # what was seen, with its numbers
     withholds: list[str]  # of CONCLUSIONS; empty: it is said, and changes nothing
+    #: For which of the rank's steps alone, counted from 1, these are left out of all figures; empty: for all of them.
+    steps: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

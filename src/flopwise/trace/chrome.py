@@ -10,8 +10,9 @@ import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -30,33 +31,37 @@ MOST_DEVICES = 32767  # what the table's column holds; no host has so many
 Progress = Callable[[int], None]
 
 
+#: What a column of the table can hold.
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
 class Args(msgspec.Struct, gc=False):
     """What flopwise reads of an event's `args`."""
 
-    external: int = msgspec.field(default=ABSENT, name="External id")
-    external_old: int = msgspec.field(default=ABSENT, name="external id")
-    correlation: int = ABSENT
-    device: int = ABSENT
-    stream: int = ABSENT
-    nbytes: int = msgspec.field(default=ABSENT, name="bytes")
-    sequence: int = msgspec.field(default=ABSENT, name="Sequence number")
+    external: Int64 = msgspec.field(default=ABSENT, name="External id")
+    external_old: Int64 = msgspec.field(default=ABSENT, name="external id")
+    correlation: Int64 = ABSENT
+    device: Int64 = ABSENT
+    stream: Int64 = ABSENT
+    nbytes: Int64 = msgspec.field(default=ABSENT, name="bytes")
+    sequence: Int64 = msgspec.field(default=ABSENT, name="Sequence number")
     dims: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
     types: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
     strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Strides")
     concrete: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
     grid: msgspec.Raw = msgspec.Raw(b"")
     block: msgspec.Raw = msgspec.Raw(b"")
-    registers: int = msgspec.field(default=ABSENT, name="registers per thread")
-    shared: int = msgspec.field(default=ABSENT, name="shared memory")
+    registers: Int64 = msgspec.field(default=ABSENT, name="registers per thread")
+    shared: Int64 = msgspec.field(default=ABSENT, name="shared memory")
     collective: str = msgspec.field(default="", name="Collective name")
-    elements_in: int = msgspec.field(default=ABSENT, name="In msg nelems")
-    elements_out: int = msgspec.field(default=ABSENT, name="Out msg nelems")
+    elements_in: Int64 = msgspec.field(default=ABSENT, name="In msg nelems")
+    elements_out: Int64 = msgspec.field(default=ABSENT, name="Out msg nelems")
     dtype: str = ""
     group: str = msgspec.field(default="", name="Process Group Name")
-    group_size: int = msgspec.field(default=ABSENT, name="Group size")
+    group_size: Int64 = msgspec.field(default=ABSENT, name="Group size")
     ranks: str = msgspec.field(default="", name="Process Group Ranks")
-    collective_sequence: int = msgspec.field(default=ABSENT, name="Seq")
-    peer: int = msgspec.field(default=ABSENT, name="Dst Rank")
+    collective_sequence: Int64 = msgspec.field(default=ABSENT, name="Seq")
+    peer: Int64 = msgspec.field(default=ABSENT, name="Dst Rank")
     kernel_file: str = ""
     kernel_name: str = ""
     kernel_backend: str = ""
@@ -157,11 +162,19 @@ class _Table:
         start: list[int] = []
         for raw in found:
             try:
-                event = _lenient(raw)
+                clean = _clean(raw)
+                pieces.damage.not_utf8 += clean != raw
+                event = _lenient(clean)
                 if event.ph == "X":
                     start.append(_exact_ns([str(raw.get("ts", 0)).encode()])[0])
                     events.append(event)
-            except (msgspec.MsgspecError, ValueError, TypeError, OverflowError) as error:
+            except (
+                msgspec.MsgspecError,
+                ValueError,
+                TypeError,
+                ArithmeticError,
+                RecursionError,
+            ) as error:
                 pieces.damage.event(pieces.position, f"{type(error).__name__}: {error}")
         self._add(events, start)
 
@@ -172,7 +185,7 @@ class _Table:
         kinds = [self.kinds[event.cat] for event in events]
         columns: dict[str, Any] = {
             "start_ns": start,
-            "duration_ns": _ns([event.dur for event in events]),
+            "duration_ns": _ns([event.dur for event in events], LIMIT_NS - 1),
             "kind": kinds,
             "name": list(map(builder.names.__getitem__, [event.name for event in events])),
             "lane": list(
@@ -281,11 +294,12 @@ def _collective(a: Args) -> Collective:
     )
 
 
-def _ns(us: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Returns microseconds as whole nanoseconds; what is no number of a possible size becomes the largest one."""
+def _ns(us: Sequence[float], too_large: int = LIMIT_NS) -> npt.NDArray[np.int64]:
+    """Returns microseconds as whole nanoseconds; what is no number becomes the largest one."""
     values = np.asarray(us, np.float64)
     good = np.abs(values) < LIMIT_NS / 1000  # false for NaN too
-    return np.where(good, np.rint(np.where(good, values, 0.0) * 1000.0), LIMIT_NS).astype(np.int64)
+    whole = np.rint(np.where(good, values, 0.0) * 1000.0).astype(np.int64)
+    return np.where(good, whole, np.where(np.isnan(values), LIMIT_NS, too_large))
 
 
 _STAMP = re.compile(rb'"ts"\s*:\s*(\d+\.\d+)')
@@ -329,6 +343,32 @@ _INTEGERS = (
 )
 
 
+def _clean(value: Any) -> Any:
+    """Returns a JSON value in which bytes that are no UTF-8, and halves of surrogate pairs, are replaced."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            if any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in value):
+                return value.encode("utf-8", "replace").decode()
+            return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return value
+    if isinstance(value, dict):
+        return {_clean(key): _clean(one) for key, one in value.items()}
+    return [_clean(one) for one in value] if isinstance(value, list) else value
+
+
+def _int64(value: Any) -> int | None:
+    """Returns a value as a whole number, None where it is none that a column can hold."""
+    if isinstance(value, Decimal) and not (value.is_finite() and value.adjusted() < 19):
+        return None  # writing out 10 to the power of a billion takes forever
+    try:
+        number = int(value)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return number if -(2**63) <= number < 2**63 else None
+
+
 def _lenient(raw: dict[str, Any]) -> Event:
     """Returns an event of which single values may be of another type than the usual one.
 
@@ -339,10 +379,11 @@ def _lenient(raw: dict[str, Any]) -> Event:
     args = dict(args) if isinstance(args, dict) else {}
     for key in _INTEGERS:
         if key in args:
-            try:
-                args[key] = int(args[key])
-            except (ValueError, TypeError, OverflowError):
+            number = _int64(args[key])
+            if number is None:
                 del args[key]
+            else:
+                args[key] = number
     known = {f.encode_name: f for f in msgspec.structs.fields(Args)}
     kept: dict[str, Any] = {}
     for key, value in args.items():

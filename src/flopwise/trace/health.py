@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from flopwise.trace.chrome import LIMIT_NS
 from flopwise.trace.kinds import Kind
 from flopwise.trace.launches import Launches
 from flopwise.trace.steps import Steps
@@ -27,6 +28,15 @@ NO_TIME_NS = 2**61
 OVERLAP_NS = 5_000
 #: Launches without work are seen in sound traces, too: at most so many of a step's.
 LOST_FRAC = 0.01
+#: Work that lasts so many times longer than the median of its name, and at least so long, while its stream goes on with
+#: other work cannot have lasted that long. Seen: 2.5 s among milliseconds (AMD-AGI/TraceLens#669), 7 of 55,423 events that
+#: were 62 % of a device's time (AMD-AGI/Hyperloom#1116). In 16 sound traces of V100, A100, H100 and H200 kernels of at least
+#: 10 ms last up to 24 times their median and copies up to 269 times, and none while its stream goes on.
+OUTLASTING_TIMES = 100
+OUTLASTING_NS = 10 * 10**6
+MOST_OUTLIERS = 100  # each is looked at by itself
+#: Why such work is not used.
+OUTLASTING = "running on while the device did other things"
 
 _LAUNCH = re.compile(r"(?:cuda|cu|hip)(?:Ext|Module|Cooperative|Graph)*Launch")
 
@@ -40,6 +50,8 @@ class Sifted:
     unusable: dict[str, int] = field(default_factory=dict)  # kernels and copies, by what is wrong
     names: tuple[str, ...] = ()  # of the first few of them
     missing_ns: int = 0  # how long they may have run: as long as usable ones of their names
+    rows: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of them, in the trace
+    outlasting: Ints = field(default_factory=lambda: np.zeros(0, np.int64))  # of them, that run on
     host: int = 0  # events of the host whose times cannot be true
     graph_rows: int = 0  # rows for a whole graph beside those of its kernels
 
@@ -57,13 +69,17 @@ def sift(events: Events) -> Sifted:
     host_good = ~work & timed & (duration >= 0) & (duration < LONGEST_HOST_NS)
     longest, earliest = _limits(events, host_good & ~events.of(Kind.OTHER, Kind.GPU_ANNOTATION))
     early = events.start_ns < earliest
+    known = duration < LIMIT_NS
     reasons = {
         "without a time": work & ~timed,
         "ending before it starts": work & timed & (duration < 0),
-        "longer than the trace": work & timed & (duration > longest),
+        "of a duration that is no number": work & timed & ~known,
+        "longer than the trace": work & timed & known & (duration > longest),
         "of no duration": work & timed & (duration == 0),
     }
     bad = np.logical_or.reduce(list(reasons.values()))
+    reasons[OUTLASTING] = _outlasting(events, work & ~bad)
+    bad |= reasons[OUTLASTING]
     usable = work & ~bad
     graphs = _graph_rows(events, usable)
     kept = host_good | (usable & ~graphs)
@@ -73,6 +89,8 @@ def sift(events: Events) -> Sifted:
         unusable={reason: int(mask.sum()) for reason, mask in reasons.items() if mask.any()},
         names=tuple(dict.fromkeys(events.name_of(int(row)) for row in np.flatnonzero(bad)[:3])),
         missing_ns=_missing_ns(events, usable, bad, reasons["of no duration"] & ~early),
+        rows=np.flatnonzero(bad).astype(np.int64),
+        outlasting=np.flatnonzero(reasons[OUTLASTING]).astype(np.int64),
         host=int((~work & ~host_good).sum()),
         graph_rows=int(graphs.sum()),
     )
@@ -104,6 +122,66 @@ def _missing_ns(events: Events, usable: Mask, bad: Mask, rounded: Mask) -> int:
     return int(guessed[bad].sum())
 
 
+def _outlasting(events: Events, usable: Mask) -> Mask:
+    """Returns which work lasts far longer than its namesakes although its stream goes on, or the recording had ended.
+
+    A stream does one thing after the other, so what follows on it shows that the work had ended; kernels of one graph may
+    overlap. The profiler waits for all work before it stops.
+    """
+    found = np.zeros(len(events), bool)
+    for row in outliers(events, usable):
+        start, end = int(events.start_ns[row]), int(events.end_ns[row])
+        others = usable & (events.device == events.device[row])
+        others[row] = False
+        beside = (
+            others
+            & (events.stream == events.stream[row])
+            & ((events.correlation != events.correlation[row]) | (events.correlation <= 0))
+            & (events.start_ns > start)
+            & (events.start_ns < end - OVERLAP_NS)
+        )
+        found[row] = beside.any() or (
+            _covers(events, others, end - start) and _after_the_host(events, start, end)
+        )
+    return found
+
+
+def _covers(events: Events, others: Mask, duration_ns: int) -> bool:
+    """Whether a piece of work is longer than all others from the first to the last."""
+    if not others.any():
+        return False
+    return duration_ns > int(events.end_ns[others].max()) - int(events.start_ns[others].min())
+
+
+def _after_the_host(events: Events, start: int, end: int) -> bool:
+    """Whether most of a piece of work lies after all that the host recorded."""
+    calls = events.of(Kind.RUNTIME, Kind.OP) & (events.duration_ns >= 0)
+    calls &= events.duration_ns < LONGEST_HOST_NS
+    return bool(calls.any()) and int(events.end_ns[calls].max()) < (start + end) // 2
+
+
+def outliers(events: Events, work: Mask) -> list[int]:
+    """Returns the rows of work that lasts orders of magnitude longer than its namesakes, than all work where it has none.
+
+    The longest first, and no more than are worth a look.
+    """
+    rows = np.flatnonzero(work)
+    duration = events.duration_ns[rows]
+    if not (duration >= OUTLASTING_NS).any():
+        return []
+    order = np.lexsort((duration, events.name[rows]))
+    rows, duration = rows[order], duration[order]
+    first = np.flatnonzero(np.diff(events.name[rows], prepend=-1) != 0)
+    each = np.diff(first, append=len(rows))
+    others = np.maximum(each - 1, 1)  # all but the longest of a name
+    median = duration[first + (others - 1) // 2].astype(float)
+    median[each == 1] = float(np.median(duration))
+    far = (duration > OUTLASTING_TIMES * np.repeat(median, each)) & (duration >= OUTLASTING_NS)
+    found = rows[far][np.argsort(-duration[far], kind="stable")]
+    kept: list[int] = found[:MOST_OUTLIERS].tolist()
+    return kept
+
+
 def _graph_rows(events: Events, usable: Mask) -> Mask:
     """Returns which rows stand for a whole graph: they span two or more others of their correlation."""
     found = np.zeros(len(events), bool)
@@ -123,6 +201,12 @@ def _graph_rows(events: Events, usable: Mask) -> Mask:
     return found
 
 
+def launching(events: Events) -> Mask:
+    """Returns which events are calls that launch work."""
+    calls: Mask = events.of(Kind.RUNTIME) & events.names_where(_LAUNCH.match)
+    return calls
+
+
 def lost_launches(events: Events) -> Ints:
     """Returns the rows of the calls that launched work which the trace does not have.
 
@@ -130,7 +214,7 @@ def lost_launches(events: Events) -> Ints:
     """
     if not (events.correlation[events.on_device] > 0).any():
         return np.zeros(0, np.int64)
-    calls = events.of(Kind.RUNTIME) & events.names_where(_LAUNCH.match) & (events.correlation > 0)
+    calls = launching(events) & (events.correlation > 0)
     alone = calls & ~np.isin(events.correlation, events.correlation[events.on_device])
     rows = np.flatnonzero(alone).astype(np.int64)
     return rows[~_capturing(events, rows)]
@@ -151,17 +235,17 @@ def _capturing(events: Events, rows: Ints) -> Mask:
 
 def first_whole(events: Events, marks: Steps, lost: Ints) -> int:
     """Returns the first step of which all work is in the trace; 0 where no step is whole."""
-    calls = events.of(Kind.RUNTIME) & events.names_where(_LAUNCH.match)
-    made, _ = np.histogram(events.start_ns[calls], _edges(marks))
-    gone, _ = np.histogram(events.start_ns[lost], _edges(marks))
+    calls = launching(events)
+    made, _ = np.histogram(events.start_ns[calls], rising(marks.host_ns))
+    gone, _ = np.histogram(events.start_ns[lost], rising(marks.host_ns))
     whole = np.flatnonzero(gone <= LOST_FRAC * made)
     return int(whole[0]) if len(whole) else 0
 
 
-def _edges(marks: Steps) -> Ints:
-    """The bounds of the steps on the host, in rising order as a histogram needs them."""
-    rising: Ints = np.maximum.accumulate(marks.host_ns) + np.arange(len(marks.host_ns))
-    return rising
+def rising(bounds_ns: Ints) -> Ints:
+    """Returns bounds of steps in rising order, as a histogram needs them."""
+    found: Ints = np.maximum.accumulate(bounds_ns) + np.arange(len(bounds_ns))
+    return found
 
 
 def starts_at_launch(work: Launches) -> int:
@@ -175,12 +259,23 @@ def starts_at_launch(work: Launches) -> int:
 
 def overlap_ns(events: Events, work: Launches) -> int:
     """Returns for how long work of one stream overlapped by more than a sound trace's does."""
-    total = 0
+    return int(_overlaps(events, work).sum())
+
+
+def overlaps(events: Events, work: Launches) -> int:
+    """Returns how many pieces of work began before what is ahead of them on their stream had ended, by more than that."""
+    return len(_overlaps(events, work))
+
+
+def _overlaps(events: Events, work: Launches) -> Ints:
     stream = events.stream[work.rows]
-    for one in np.unique(stream):
-        rows = np.flatnonzero(stream == one)
-        rows = rows[np.argsort(work.start_ns[rows], kind="stable")]
-        end = np.maximum.accumulate(work.end_ns[rows])[:-1]
-        over = np.minimum(end, work.end_ns[rows][1:]) - work.start_ns[rows][1:]
-        total += int(over[over > OVERLAP_NS].sum())
-    return total
+    order = np.lexsort((work.start_ns, stream))
+    start, end = work.start_ns[order], work.end_ns[order]
+    bounds = [*np.flatnonzero(np.diff(stream[order])) + 1, len(order)]
+    found, low = [np.zeros(0, np.int64)], 0
+    for high in bounds:
+        latest = np.maximum.accumulate(end[low:high])[:-1]
+        over = np.minimum(latest, end[low:high][1:]) - start[low:high][1:]
+        found.append(over[over > OVERLAP_NS])
+        low = high
+    return np.concatenate(found)

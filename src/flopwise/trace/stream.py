@@ -23,6 +23,14 @@ PIECE_BYTES = 1 << 20
 LONGEST_BYTES = 64 << 20
 #: So many damaged events are described; the others are only counted.
 MOST_DESCRIBED = 20
+#: More damage than this and a file is given up: each damaged event is looked at by itself, and may swallow those behind it,
+#: which are then read again.
+MOST_DAMAGED = 20_000
+MOST_AGAIN_BYTES = 64 << 20
+#: What a compressed file may expand to: so many bytes, and beyond them no more than so many times its size. Traces of torch
+#: expand 14 to 31 times (18 were tried); the most that deflate can do is 1032 times (zlib.net/zlib_tech.html).
+MOST_EXPANSION = 100
+EXPANDED_BYTES = 128 << 20
 
 _EVENTS = re.compile(rb'"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(rb"\}(\s*),(\s*)\{")
@@ -41,6 +49,7 @@ class Damage:
     events: int = 0
     described: list[str] = field(default_factory=list)
     ends_early: str | None = None  # why, if the file stops before its end
+    not_utf8: int = 0  # events that can be read although bytes of them are no UTF-8
 
     def event(self, at: int, why: str) -> None:
         """Notes a damaged event at a position of the uncompressed file."""
@@ -63,6 +72,7 @@ class Pieces:
         self._ended = False
         self._start = 0  # of the piece in hand
         self._carry = b""  # of it, an event that goes on in the next one
+        self._again_bytes = 0  # that were read more than once because of damage
 
     @property
     def position(self) -> int:
@@ -90,10 +100,7 @@ class Pieces:
                     break
                 if cut < 0:
                     if len(buffer) > LONGEST_BYTES:
-                        raise TraceError(
-                            f"{self.path}: no end of an event within {LONGEST_BYTES >> 20} MiB from byte "
-                            f"{self._at} on: this is no Chrome trace, or it is damaged there"
-                        )
+                        raise self._endless(self._at, len(buffer))
                     continue
                 assert separator is not None
                 body, buffer = buffer[: cut + 1], buffer[cut + len(separator) - 1 :]
@@ -101,6 +108,8 @@ class Pieces:
                 self._at += cut + len(separator) - 1
                 self._start, self._carry = start, b""
                 yield b"[" + body + b"]"
+                if len(self._carry) > LONGEST_BYTES // 4:
+                    raise self._endless(start, len(self._carry))
                 if self._carry:  # the piece ended within an event
                     buffer = self._carry + separator[1:-1] + buffer
                     self._at -= len(self._carry) + len(separator) - 2
@@ -140,6 +149,12 @@ class Pieces:
                     f"{self._seen(bare)}"
                 )
 
+    def _endless(self, at: int, length: int) -> TraceError:
+        return TraceError(
+            f"{self.path}: no end of an event within {length >> 20} MiB from byte {at} on: this is no Chrome trace, or "
+            "it is damaged there"
+        )
+
     def _seen(self, bare: bytes) -> str:
         if bare:
             return f"it begins with {bare[:40].decode('utf-8', 'replace')!r}"
@@ -150,58 +165,88 @@ class Pieces:
             more = file.read(PIECE_BYTES)
         except OSError as error:
             raise TraceError(f"{self.path}: cannot be read: {error.strerror or error}") from None
-        if isinstance(file, Gunzip) and file.damaged is not None:
-            self.damage.ends_early = f"the compressed data {file.damaged}"
         self.bytes_read += len(more)
+        if isinstance(file, Gunzip):
+            if file.damaged is not None:
+                self.damage.ends_early = f"the compressed data {file.damaged}"
+            if self.bytes_read > max(EXPANDED_BYTES, MOST_EXPANSION * file.bytes_used):
+                raise TraceError(
+                    f"{self.path}: {file.bytes_used} bytes of it expand to more than {self.bytes_read >> 20} MiB: no "
+                    f"trace holds {MOST_EXPANSION} times its compressed size, and the rest is not read. If it is one, "
+                    "expand it first"
+                )
         return more
 
     def _events_of(self, body: bytes, last: bool) -> list[dict[str, Any]]:
         """Returns the events in a part of the list, one by one, up to the list's end if it is there."""
         text = body.decode("utf-8", "surrogateescape")
         decoder = json.JSONDecoder(strict=False, parse_float=Decimal)
+        position = _Position(text)
         events: list[dict[str, Any]] = []
         at = 0
         while True:
-            while at < len(text) and text[at] in " \t\r\n,":
-                at += 1
+            at = _AFTER.match(text, at).end()  # type: ignore[union-attr]
             if at >= len(text):
                 return events
             if text[at] == "]":
                 self._ended = True
                 self._tail = text[at + 1 :].encode("utf-8", "surrogateescape")
                 return events
+            begin = at
             try:
                 event, at = decoder.raw_decode(text, at)
                 if isinstance(event, dict):
                     events.append(event)
                 else:
-                    self.damage.event(self._start + at, "not an event")
+                    self.damage.event(self._start + position.bytes_at(begin), "not an event")
             except (ValueError, RecursionError) as error:
-                following = _BETWEEN_TEXT.search(text, at + 1)
-                closing = _CLOSING_TEXT.search(text, at + 1)
-                if following is None and closing is not None:
-                    self.damage.event(self._start + self._bytes_of(text[:at]), _why(error))
-                    at = closing.end() - 1
-                    continue
-                if following is None:
+                self._bear(getattr(error, "pos", at) - at)
+                found = _BETWEEN_TEXT.search(text, at + 1) or _CLOSING_TEXT.search(text, at + 1)
+                if found is None:
                     rest = text[at:].encode("utf-8", "surrogateescape")
                     if not last:
                         self._carry = rest
                     elif self.damage.ends_early is None:
-                        self.damage.ends_early = f"an event is cut off at byte {self._start + at}"
+                        self.damage.ends_early = (
+                            f"an event is cut off at byte {self._start + position.bytes_at(begin)}"
+                        )
                     return events
-                self.damage.event(self._start + self._bytes_of(text[:at]), _why(error))
-                at = following.end() - 1
+                self.damage.event(self._start + position.bytes_at(begin), _why(error))
+                at = found.end() - 1
 
-    @staticmethod
-    def _bytes_of(text: str) -> int:
-        return len(text.encode("utf-8", "surrogateescape"))
+    def _bear(self, tried: int) -> None:
+        """Notes how much was read in vain.
+
+        Raises:
+            TraceError: it is too much.
+        """
+        self._again_bytes += max(0, tried)
+        if self.damage.events >= MOST_DAMAGED or self._again_bytes > MOST_AGAIN_BYTES:
+            first = self.damage.described[0] if self.damage.described else "the first event"
+            raise TraceError(
+                f"{self.path}: too damaged to be read: {self.damage.events} damaged events up to byte {self._start} "
+                f"({first})"
+            )
+
+
+class _Position:
+    """Counts bytes up to places of a text, each further on than the one before."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._at, self._bytes = text, 0, 0
+
+    def bytes_at(self, at: int) -> int:
+        """Returns how many bytes are before a place of the text."""
+        self._bytes += len(self._text[self._at : at].encode("utf-8", "surrogateescape"))
+        self._at = at
+        return self._bytes
 
 
 def _why(error: Exception) -> str:
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 
+_AFTER = re.compile(r"[ \t\r\n,]*")
 _CLOSING_TEXT = re.compile(r"\}\s*\](?=\s*(?:,\s*\"|\}|$))")
 _BETWEEN_TEXT = re.compile(r"\}\s*,\s*\{(?=\s*\"(?:ph|name|cat|pid|tid|ts|args|id|s|bp|dur)\")")
 
@@ -238,6 +283,7 @@ class Gunzip:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.damaged: str | None = None
+        self.bytes_used = 0  # of the file, that the bytes came from which were returned
         self._file = file
         self._member = zlib.decompressobj(wbits=31)
         self._packed = b""
@@ -263,7 +309,9 @@ class Gunzip:
             except zlib.error as error:
                 self.damaged, self._at_end = f"is damaged ({error})", True
                 break
-            self._packed = self._member.unconsumed_tail or self._member.unused_data
+            rest = self._member.unconsumed_tail or self._member.unused_data
+            self.bytes_used += len(self._packed) - len(rest)
+            self._packed = rest
             if out:
                 return out
         return b""

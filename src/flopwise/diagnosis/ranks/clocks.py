@@ -17,16 +17,22 @@ Ints = npt.NDArray[np.int64]
 TOGETHER = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
 
 
+#: A difference of clocks of fewer than so many of its errors may be that of the algorithm, in which some ranks end later: clocks of one
+#: machine are one.
+SURE = 5.0
+
+
 @dataclass(frozen=True)
 class Clocks:
-    """What is to be taken off each rank's times, and how sure that is; by position in the list of summaries, ns."""
+    """How far each rank's clock is off, and how sure that is; by position in the list of summaries, ns."""
 
     offset_ns: dict[int, int]
     error_ns: dict[int, float]
 
     def of(self, position: int) -> int:
-        """Returns what is to be taken off a rank's times; 0 where it is not known."""
-        return self.offset_ns.get(position, 0)
+        """Returns what is to be taken off a rank's times; 0 where it is not known, or not sure."""
+        offset = self.offset_ns.get(position, 0)
+        return offset if abs(offset) > SURE * self.error_ns.get(position, 0.0) else 0
 
 
 def align(matched: Sequence[Matched], ranks: Sequence[RankSummary]) -> Clocks:
