@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -139,9 +140,126 @@ def test_what_cannot_be_analysed_is_one_message(
     assert "t.json" in err
 
 
-def test_a_folder_is_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", str(tmp_path)]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+    assert "nothing is in it" in capsys.readouterr().err
+    (tmp_path / "notes.txt").write_text("no trace")
+    assert main(["analyze", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, "notes.txt" in err) == ("", True)
+
+
+@pytest.fixture
+def job(timelines: Any, tmp_path: Path) -> Path:
+    """A folder with the traces of four ranks, of which rank 1 comes 200 us late to each all-reduce of a step of 1 ms."""
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    words = {
+        "Collective name": "allreduce", "In msg nelems": 1_000_000, "Out msg nelems": 1_000_000, "dtype": "Float",
+        "Process Group Name": "0", "Group size": 4, "Process Group Ranks": "[0, 1, 2, 3]",
+    }  # fmt: skip
+    for rank in range(4):
+        late = 200 if rank == 1 else 0
+        timeline = timelines()
+        for k in range(8):
+            at = 1000.0 * k + 1000
+            timeline.kernel("gemm", at + 20, 300 + late, at=at)
+            op = timeline.op("record_param_comms", at + 300, 10, **words)
+            timeline.kernel(
+                "ncclDevKernel_AllReduce_Sum_f32_RING_LL(x)",
+                at + 330 + late,
+                370 - late,
+                at=at + 302,
+                op=op,
+                stream=20,
+                **words,
+            )
+            timeline.optimizer(at + 705, 40)
+            timeline.kernel("update", at + 720, 200, at=at + 710)
+        timeline.on("NVIDIA H100 80GB HBM3")
+        timeline.header["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": 4}
+        (folder / f"worker_{rank}.json").write_text(timeline.text)
+    return folder
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-ledger"]])
+def test_a_folder_is_a_job(
+    job: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str]
+) -> None:
+    target, page = tmp_path / "job.json", tmp_path / "job.html"
+    assert main(["analyze", str(job), "--json", str(target), "--html", str(page), *flags]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "all 4 ranks read" in out
+    record = json.loads(target.read_text())
+    assert [one["rank"] for one in record["ranks"]] == [0, 1, 2, 3]
+    assert record["health"]["clean"] is True
+    assert [one["rank"] for one in record["stragglers"]] == [1]
+    assert record["stragglers"][0]["delay_s"] == pytest.approx(200e-6, rel=0.01)
+    assert record["redundant_bytes_frac"] == 0
+    assert record["collectives"][0]["bus_bytes_per_s"] == pytest.approx(4e6 * 1.5 / 170e-6)
+    assert all((one["ledger"] is None) == bool(flags) for one in record["ranks"])
+    assert "<html" in page.read_text()[:200]
+
+
+def test_files_are_a_job_as_their_folder_is(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(path) for path in sorted(job.iterdir(), reverse=True)]
+    assert main(["analyze", *files, "--json", "-"]) == 0
+    one = capsys.readouterr().out
+    assert main(["analyze", str(job), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(one)
+
+
+def test_one_damaged_rank_is_said_and_the_others_stand(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = job / "worker_2.json"
+    broken.write_bytes(broken.read_bytes()[:2000])
+    code = main(["analyze", str(job), "--json", "-"])
+    record = json.loads(capsys.readouterr().out)
+    assert code in (0, 1)
+    assert record["health"]["clean"] is False
+    assert record["ranks"][0]["ledger"] is not None
+    assert "stragglers" in record["health"]["withheld"]
+
+
+def test_of_one_file_the_json_has_the_job_too(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyze", str(job / "worker_1.json"), "--json", "-"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["schema"] == "flopwise.ledger/1"
+    assert {"lines", "health", "collectives", "stragglers", "redundant_bytes_frac"} <= record.keys()
+    assert [(one["rank"], one["steps"]) for one in record["ranks"]] == [(1, record["steps"])]
+    assert record["stragglers"] == []
+
+
+def test_copies_and_tables(job: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    copy = tmp_path / "copy.json.gz"
+    assert main(["analyze", str(job / "worker_1.json"), "--perfetto", str(copy)]) == 0
+    with gzip.open(copy) as stream:
+        names = {event["name"] for event in json.load(stream)["traceEvents"]}
+    assert {"gemm", "update"} < names
+    assert main(["analyze", str(job), "--perfetto", str(copy)]) == 2
+    assert "--perfetto copies one trace" in capsys.readouterr().err
+    pytest.importorskip("polars", reason="Polars is not installed: tables are not written")
+    import polars
+
+    assert main(["analyze", str(job), "--tables", str(tmp_path / "tables")]) == 0
+    calls = polars.read_parquet(tmp_path / "tables" / "collectives.parquet")
+    assert calls.height == 32
+    assert set(calls["rank"]) == {0, 1, 2, 3}
+    lines = polars.read_parquet(tmp_path / "tables" / "lines.parquet")
+    assert lines.filter(polars.col("name") == "comm_unsplit").height > 0
+
+
+def test_what_lies_among_the_traces_is_not_replaced(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (job / "worker_0.json").read_bytes()
+    assert main(["analyze", str(job), "--json", str(job / "worker_0.json")]) == 2
+    assert "lies among the traces" in capsys.readouterr().err
+    assert (job / "worker_0.json").read_bytes() == before
 
 
 def test_a_target_that_cannot_be_written(training: Any, tmp_path: Path, capsys: Any) -> None:

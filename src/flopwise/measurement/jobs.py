@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from flopwise.diagnosis.ledger.build import Given
 from flopwise.diagnosis.ranks.beside import hangs, routes
-from flopwise.diagnosis.ranks.collect import Wanted, no_ledger, summary_of
+from flopwise.diagnosis.ranks.collect import Wanted, not_read, summary_of
 from flopwise.diagnosis.ranks.job import job_of
 from flopwise.diagnosis.ranks.summary import RankSummary
 from flopwise.errors import FlopwiseError
@@ -60,7 +60,7 @@ def read_rank(stage: Stage) -> RankSummary:
         trace = read(source.path)
         return summary_of(trace, replace(wanted, rank=with_rank(source, trace.header).rank))
     except FlopwiseError as error:
-        return no_ledger(wanted, str(error))
+        return not_read(wanted, str(error))
 
 
 def read_ranks(
@@ -168,4 +168,4 @@ def _mapped(
         try:
             yield future.result()
         except FlopwiseError as error:
-            yield no_ledger(Wanted(str(stage.source.path), stage.source.rank), str(error))
+            yield not_read(Wanted(str(stage.source.path), stage.source.rank), str(error))

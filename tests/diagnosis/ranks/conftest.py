@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flopwise.diagnosis.ranks.collect import no_calls
-from flopwise.diagnosis.ranks.summary import PARTS, RankSummary
+from flopwise.diagnosis.ranks.summary import PARTS, RankSummary, no_calls
 
 US = 1000
 

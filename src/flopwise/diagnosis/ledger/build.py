@@ -101,6 +101,7 @@ class Taken:
     reason: str  # why there is no scale
     share: Share
     given: Given
+    sifted: Sifted | None = None  # None: a job on a CPU
 
 
 def ledger(trace: Trace, device: int | None = None, given: Given | None = None) -> LedgerRecord:
@@ -208,6 +209,7 @@ def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -
         reason=reason,
         share=_share(partition(events, device)),
         given=given,
+        sifted=sifted,
     )
 
 

@@ -15,13 +15,15 @@ from flopwise.diagnosis.ledger.build import Given, LedgerError, Taken, record_of
 from flopwise.diagnosis.ledger.findings import findings
 from flopwise.diagnosis.ledger.where import Places
 from flopwise.diagnosis.ledger.windows import durations
-from flopwise.diagnosis.ranks.summary import PARTS, Calls, RankSummary
+from flopwise.diagnosis.ranks.health_rank import defects_of, unreadable
+from flopwise.diagnosis.ranks.summary import Calls, RankSummary, no_calls
 from flopwise.records.job import Defect
 from flopwise.records.ledger import LedgerRecord
 from flopwise.trace import cpu
 from flopwise.trace.calls import tensors
 from flopwise.trace.chrome import Progress, Trace, read
 from flopwise.trace.collectives import DTYPE_WORDS, Moved, moved
+from flopwise.trace.health import sift
 from flopwise.trace.idle import CAUSES
 from flopwise.trace.intervals import Spans, covered, subtract, union
 from flopwise.trace.kinds import Kind
@@ -65,14 +67,16 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
     distributed = trace.header.get("distributedInfo")
     said = distributed if isinstance(distributed, dict) else {}
     rank, world_size = _whole(said.get("rank")), _whole(said.get("world_size"))
+    rank = wanted.rank if rank is None else rank
     world_size = wanted.world_size if world_size is None else world_size
     try:
         taken = take(trace, wanted.device, wanted.given or Given(), peel=wanted.ledger)
     except LedgerError as error:
-        known = dataclasses.replace(
-            wanted, rank=wanted.rank if rank is None else rank, world_size=world_size
+        known = dataclasses.replace(wanted, rank=rank, world_size=world_size)
+        wrong = defects_of(trace, sift(trace.events), rank=rank)
+        return dataclasses.replace(
+            no_ledger(known, str(error)), events=len(trace.events), defects=wrong
         )
-        return no_ledger(known, str(error), len(trace.events))
     record = ledger
     if record is None and wanted.ledger:
         record = record_of(taken)
@@ -82,9 +86,13 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
     first = taken.sound.first
     bounds = taken.marks.bounds_ns[first:]
     defects: list[Defect] = []
+    if taken.sifted is not None:
+        defects = defects_of(
+            trace, taken.sifted, rank=rank, device=taken.device, marks=taken.marks, first=first
+        )
     return RankSummary(
         path=wanted.path,
-        rank=wanted.rank if rank is None else rank,
+        rank=rank,
         world_size=world_size,
         device=taken.device,
         device_name=taken.properties.get("name"),
@@ -101,7 +109,13 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
     )
 
 
-def no_ledger(wanted: Wanted, reason: str, events: int = 0) -> RankSummary:
+def not_read(wanted: Wanted, why: str) -> RankSummary:
+    """Returns the summary of a rank whose file cannot be read."""
+    nothing = no_ledger(wanted, why)
+    return dataclasses.replace(nothing, defects=[unreadable(wanted.path, why, wanted.rank)])
+
+
+def no_ledger(wanted: Wanted, reason: str) -> RankSummary:
     """Returns the summary of a rank of which there is nothing but the reason."""
     return RankSummary(
         path=wanted.path,
@@ -114,23 +128,12 @@ def no_ledger(wanted: Wanted, reason: str, events: int = 0) -> RankSummary:
         bounds_ns=np.zeros(0, np.int64),
         calls=no_calls(),
         defects=[],
-        events=events,
     )
 
 
 def _whole(value: object) -> int | None:
     good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
     return value if good and isinstance(value, int) else None
-
-
-def no_calls() -> Calls:
-    """Returns a rank's calls where there are none."""
-    none = np.zeros(0, np.int64)
-    return Calls(
-        none, none, none, none, [], none, [], [], none, [], none, none, [], np.zeros(0, bool),
-        none, np.zeros((0, 2), np.int64), np.zeros(1, np.int64), none, np.zeros(0, bool), none, [],
-        np.zeros((0, len(PARTS)), np.int64), [],
-    )  # fmt: skip
 
 
 def calls_of(taken: Taken, base_ns: int) -> Calls:

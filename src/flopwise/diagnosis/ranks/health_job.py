@@ -10,7 +10,7 @@ from pathlib import PurePath
 import numpy as np
 
 from flopwise.diagnosis.ranks.health_rules import defect
-from flopwise.diagnosis.ranks.summary import Calls, RankSummary
+from flopwise.diagnosis.ranks.summary import RankSummary
 from flopwise.records.job import Defect
 from flopwise.trace.health import LONGEST_HOST_NS
 
@@ -308,12 +308,3 @@ def _some(values: object, n: int | None = None) -> str:
     shown = every[:SHOWN]
     more = (len(every) if n is None else n) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
-
-
-def no_calls() -> Calls:
-    """Returns the calls of a rank that makes none."""
-    none = np.zeros(0, np.int64)
-    return Calls(
-        none, none, none, none, [], none, [], [], none, [], none, none, [], none.astype(bool), none, none,
-        none.astype(bool), [], np.zeros((0, 7), np.int64), [],
-    )  # fmt: skip

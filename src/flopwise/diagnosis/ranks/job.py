@@ -28,7 +28,7 @@ class Withheld:
     """What is not said: of the job, and of single ranks."""
 
     health: Health
-    of_rank: dict[int, set[str]]  # position -> conclusions
+    of_rank: dict[int, dict[str, list[str]]]  # position -> conclusion -> codes of defects
 
     def all_of(self, conclusion: str) -> bool:
         """Whether a conclusion is withheld for the whole job."""
@@ -36,13 +36,46 @@ class Withheld:
 
     def of(self, position: int, conclusion: str) -> bool:
         """Whether a conclusion is withheld for a rank."""
-        return self.all_of(conclusion) or conclusion in self.of_rank.get(position, set())
+        return conclusion in self.of_rank.get(position, {})
 
     def why(self, conclusion: str) -> str:
-        """Returns which defects withhold a conclusion."""
-        codes = self.health.withheld.get(conclusion, [])
+        """Returns which defects withhold a conclusion for the job."""
+        return self._words(self.health.withheld.get(conclusion, []))
+
+    def why_of(self, position: int, conclusion: str) -> str:
+        """Returns which defects withhold a conclusion for a rank."""
+        return self._words(self.of_rank.get(position, {}).get(conclusion, []))
+
+    def _words(self, codes: list[str]) -> str:
         said = [one.defect for one in self.health.defects if one.code in codes]
-        return ", ".join(dict.fromkeys(said)) or "a defect of its trace"
+        return ", ".join(dict.fromkeys(said)) or "a defect of the traces"
+
+
+def _withheld(ranks: Sequence[RankSummary], matching: Matching, clocks: Clocks) -> Withheld:
+    """Returns what is withheld: by what is wrong with each file, and between them."""
+    matched = {
+        one.rank: matching.shares[p]
+        for p, one in enumerate(ranks)
+        if one.rank is not None and p in matching.shares
+    }
+    first = next((clocks.of(p) for p in sorted(clocks.offset_ns)), 0)
+    offsets = {
+        one.rank: (float(clocks.of(p) - first), matching.scatter_ns.get(p, 0.0))
+        for p, one in enumerate(ranks)
+        if one.rank is not None and p in clocks.offset_ns
+    }
+    several = len(ranks) > 1
+    between = health.across(
+        ranks, offsets=offsets if several else None, matched=matched if several else None
+    )
+    certificate = health.certificate(
+        (defect for one in ranks for defect in one.defects), between, [one.rank for one in ranks]
+    )
+    of_rank = {
+        p: health.withheld_for(one.rank, certificate.defects, one.path)
+        for p, one in enumerate(ranks)
+    }
+    return Withheld(certificate, of_rank)
 
 
 def job_of(found: Sequence[RankSummary], notes: Sequence[str] = ()) -> JobRecord:
@@ -55,8 +88,7 @@ def job_of(found: Sequence[RankSummary], notes: Sequence[str] = ()) -> JobRecord
     ranks = sorted(found, key=lambda one: (one.rank is None, one.rank, one.path))
     matching = match(ranks)
     clocks = align(matching.matched, ranks)
-    certificate, of_rank = health.certificate(ranks, matching, clocks)
-    withheld = Withheld(certificate, of_rank)
+    withheld = _withheld(ranks, matching, clocks)
     waited = None
     if matching.matched and not withheld.all_of("waits"):
         waited = waits(matching.matched, ranks, clocks)
@@ -84,7 +116,7 @@ def job_of(found: Sequence[RankSummary], notes: Sequence[str] = ()) -> JobRecord
         lines=lines,
         families=families_of(lines),
         lines_reason=lines_reason,
-        health=certificate,
+        health=withheld.health,
         collectives=collectives,
         links=links(ranks, collectives, row),
         redundant=redundants,
@@ -161,7 +193,7 @@ def _rank(
             wait = float(mine[inside & (mine >= 0)].sum()) * each
     ledger, reason = one.ledger, one.reason
     if ledger is not None and withheld.of(p, "ledger"):
-        ledger, reason = None, "withheld: a defect of its trace would make it wrong"
+        ledger, reason = None, f"withheld: {withheld.why_of(p, 'ledger')}"
     elif ledger is not None:
         ledger = split(one, p, waited, withheld)
         ledger = dataclasses.replace(ledger, heat=None) if ledger is not None else None

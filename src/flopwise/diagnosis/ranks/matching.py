@@ -49,9 +49,10 @@ class Matching:
     shares: dict[int, float] = field(
         default_factory=dict
     )  # position -> of its calls of two ranks and more, matched
-    spread_ns: float = (
-        0.0  # how far the ends of matched calls lie apart, median, once clocks are aligned
-    )
+    #: How far the ends of a matched call lie apart, median over calls, once clocks are aligned.
+    spread_ns: float = 0.0
+    #: Position -> how far its ends then lie from the middle of their calls, median.
+    scatter_ns: dict[int, float] = field(default_factory=dict)
 
 
 def match(ranks: Sequence[RankSummary]) -> Matching:
@@ -78,7 +79,7 @@ def match(ranks: Sequence[RankSummary]) -> Matching:
         for position in one.ranks:
             had[position] += 1
     shares = {p: had[p] / len(rank.calls) for p, rank in enumerate(ranks) if len(rank.calls)}
-    return Matching(matched, by_sequence, shares, _spread(matched, ranks))
+    return Matching(matched, by_sequence, shares, *_spread(matched, ranks))
 
 
 def _lanes(one: RankSummary) -> Iterator[tuple[Key, list[int]]]:
@@ -236,10 +237,14 @@ def _next(words: tuple[Ints, Ints], a: int, b: int) -> tuple[int, int] | None:
     return None
 
 
-def _spread(matched: Sequence[Matched], ranks: Sequence[RankSummary]) -> float:
-    """Returns how far apart the ends of a matched call are, median over calls, each rank's clock corrected by its median."""
+def _spread(
+    matched: Sequence[Matched], ranks: Sequence[RankSummary]
+) -> tuple[float, dict[int, float]]:
+    """Returns how far apart the ends of a matched call are, median over calls, each rank's clock corrected by its median; and how
+    far each rank's ends then lie from the middle of their calls, median.
+    """
     if not matched:
-        return 0.0
+        return 0.0, {}
     off: dict[int, list[float]] = defaultdict(list)
     ends = []
     for one in matched:
@@ -253,4 +258,5 @@ def _spread(matched: Sequence[Matched], ranks: Sequence[RankSummary]) -> float:
     for one, row in zip(matched, ends, strict=True):
         aligned = [end - row[0] - typical[p] for p, end in zip(one.ranks, row, strict=True)]
         spreads.append(max(aligned) - min(aligned))
-    return float(np.median(spreads))
+    scatter = {p: float(np.median(np.abs(np.asarray(of) - typical[p]))) for p, of in off.items()}
+    return float(np.median(spreads)), scatter

@@ -55,6 +55,16 @@ class Calls:
         return len(self.start_ns)
 
 
+def no_calls() -> Calls:
+    """Returns a rank's calls where there are none."""
+    none = np.zeros(0, np.int64)
+    return Calls(
+        none, none, none, none, [], none, [], [], none, [], none, none, [], np.zeros(0, bool),
+        none, np.zeros((0, 2), np.int64), np.zeros(1, np.int64), none, np.zeros(0, bool), none, [],
+        np.zeros((0, len(PARTS)), np.int64), [],
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class RankSummary:
     """One rank: its ledger, its calls and what is wrong with its trace."""
