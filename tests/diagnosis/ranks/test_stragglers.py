@@ -36,10 +36,12 @@ def job(
             for k in range(n)
         ]
         fields = {"kernels": kernels[r]} if kernels else {}
-        ranks.append(rank(r, calls, world=world, **fields))
+        ranks.append(
+            rank(r, calls, world=world, steps=[STEP_US * k for k in range(n + 1)], **fields)
+        )
     matched = match(ranks).matched
     found = caused(matched, ranks, waits(matched, ranks, Clocks({}, {})))
-    return named(found, ranks, float(n), STEP_US * 1000 * n)
+    return named(found, ranks, STEP_US * 1000 * n)
 
 
 def test_the_rank_that_costs_most_is_named_with_what_it_costs(rank: Any) -> None:
@@ -102,7 +104,7 @@ def test_who_is_last_most_often_is_not_named_for_that(rank: Any) -> None:
             calls.append({"start": STEP_US * k + late, "end": STEP_US * k + 850, "nbytes": 8 + k})
         ranks.append(rank(r, calls, world=world))
     matched = match(ranks).matched
-    found = named(caused(matched, ranks, waits(matched, ranks, Clocks({}, {}))), ranks, 20, 2e7)
+    found = named(caused(matched, ranks, waits(matched, ranks, Clocks({}, {}))), ranks, 2e7)
     assert [one.rank for one in found] == [0]
     assert found[0].last_frac == 0.05
 
@@ -120,9 +122,7 @@ def test_ranks_that_come_late_in_turns_are_no_stragglers(rank: Any) -> None:
         ]
         ranks.append(rank(r, calls, world=4))
     matched = match(ranks).matched
-    assert (
-        named(caused(matched, ranks, waits(matched, ranks, Clocks({}, {}))), ranks, 20, 2e7) == []
-    )
+    assert named(caused(matched, ranks, waits(matched, ranks, Clocks({}, {}))), ranks, 2e7) == []
 
 
 def test_a_little_of_the_time_is_nobodys_fault(rank: Any) -> None:

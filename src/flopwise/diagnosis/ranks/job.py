@@ -154,22 +154,16 @@ def _stragglers(
         return [], f"withheld: {withheld.why('stragglers')}"
     if waited is None:
         return [], "no call was found on two ranks"
-    span_ns, steps = _span(ranks, matching)
-    found = named(caused(matching.matched, ranks, waited), ranks, steps, span_ns)
+    found = named(caused(matching.matched, ranks, waited), ranks, _span_ns(ranks, matching))
     return found, None if found else "no rank causes clearly more than its share of the waiting"
 
 
-def _span(ranks: Sequence[RankSummary], matching: Matching) -> tuple[float, float]:
-    """Returns how long the matched calls span, ns, and how many steps that is."""
-    first, last = matching.matched[0], matching.matched[-1]
-    p = first.ranks[0]
+def _span_ns(ranks: Sequence[RankSummary], matching: Matching) -> float:
+    """Returns how long the matched calls span, on the first rank of the first of them."""
+    p = matching.matched[0].ranks[0]
+    mine = [one.calls[one.ranks.index(p)] for one in matching.matched if p in one.ranks]
     calls = ranks[p].calls
-    end = calls.end_ns[last.calls[last.ranks.index(p)]] if p in last.ranks else calls.end_ns[-1]
-    span = float(end - calls.start_ns[first.calls[0]])
-    one = ranks[p]
-    n = steps_of(one)
-    step = float(one.bounds_ns[-1] - one.bounds_ns[0]) / n if n else 0.0
-    return span, span / step if step else 0.0
+    return float(calls.end_ns[mine].max() - calls.start_ns[mine].min())
 
 
 def _rank(

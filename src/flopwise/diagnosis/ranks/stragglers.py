@@ -49,7 +49,7 @@ class Caused:
 
     position: int
     ns: float = 0.0  # over all matched calls: the mean wait of the ranks of the group
-    others_ns: float = 0.0  # the same, of the others
+    others_ns: float = 0.0  # in the steps that count: the mean wait of the others
     calls: int = 0  # to which it came last
     each_ns: Floats = field(
         default_factory=lambda: np.zeros(0)
@@ -72,7 +72,8 @@ def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Wait
             continue
         each[late][k] = waits.caused_ns[k]
         count[late] += 1
-        others[late] += waits.others_ns[k]
+        if ranks[late].calls.step[one.calls[one.ranks.index(late)]] >= 0:
+            others[late] += waits.others_ns[k]
         before = {
             p: ranks[p].calls.before[i].astype(float)
             for p, i in zip(one.ranks, one.calls, strict=True)
@@ -86,15 +87,14 @@ def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Wait
 
 
 def named(
-    all_of: Sequence[Caused], ranks: Sequence[RankSummary], steps: float, span_ns: float
+    all_of: Sequence[Caused], ranks: Sequence[RankSummary], span_ns: float
 ) -> list[Straggler]:
     """Returns the ranks that cause clearly more than their equal share of the waiting, the most costly first.
 
     Args:
         all_of: what each rank caused.
         ranks: those that were read.
-        steps: how many steps the matched calls span.
-        span_ns: how long that is.
+        span_ns: how long the matched calls span.
     """
     total = sum(one.ns for one in all_of)
     calls = sum(one.calls for one in all_of)
@@ -107,6 +107,7 @@ def named(
         share = one.ns / total
         if share < least or one.ns < LEAST_FRAC * span_ns:
             continue
+        steps = max(0, len(ranks[one.position].bounds_ns) - 1)
         reasons = _reasons(one, ranks)
         known = {reason: s for reason, s in reasons.items() if s > 0}
         reason = max(known, key=lambda name: known[name], default="not known")
