@@ -265,8 +265,9 @@ def _renamed(files: list[Path], target: Path, name: str, rank: int) -> None:
         shutil.copyfile(files[rank], target / f"again-{files[rank].name}")
 
 
-def write_bomb(path: Path, size: int = BOMB_BYTES) -> None:
-    """Writes a small file that expands to a trace of `size` bytes."""
+def write_bomb(path: Path, size: int | None = None) -> None:
+    """Writes a small file that expands to a trace of `size` bytes, BOMB_BYTES where it is not said."""
+    size = BOMB_BYTES if size is None else size
     event = (
         b'{"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 1.5, "dur": 2.5, '
         b'"args": {"device": 0, "stream": 7}},\n'

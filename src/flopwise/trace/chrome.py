@@ -343,6 +343,9 @@ _INTEGERS = (
 )
 
 
+_FIELDS = {f.encode_name: f for f in msgspec.structs.fields(Args)}
+
+
 def _clean(value: Any) -> Any:
     """Returns a JSON value in which bytes that are no UTF-8, and halves of surrogate pairs, are replaced."""
     if isinstance(value, str):
@@ -384,10 +387,9 @@ def _lenient(raw: dict[str, Any]) -> Event:
                 del args[key]
             else:
                 args[key] = number
-    known = {f.encode_name: f for f in msgspec.structs.fields(Args)}
     kept: dict[str, Any] = {}
     for key, value in args.items():
-        f = known.get(key)
+        f = _FIELDS.get(key)
         if f is None:
             continue
         if f.type is msgspec.Raw:

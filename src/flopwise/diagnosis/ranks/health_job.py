@@ -146,14 +146,11 @@ def _missing(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
         return
     missing = [rank for rank in range(min(world, len(known) + SHOWN + 1)) if rank not in known]
     alone, calls = _without(summaries, set(known))
-    text = (
-        f"{len(known)} of {world} ranks were found; "
-        f"{'rank' if absent == 1 else 'ranks'} {_some(missing, absent)} {'is' if absent == 1 else 'are'} missing"
-    )
+    text = f"{len(known)} of {world} ranks were found; missing: {_some(missing, absent)}"
     if not alone:
-        text += f": none of the {calls} calls needs them"
+        text += f". None of the {calls} calls needs them"
     else:
-        text += f" and take part in {alone} of {calls} calls: for whom the others wait there, and for how long, cannot be judged"
+        text += f". They take part in {alone} of {calls} calls: for whom the others wait there, and for how long, cannot be judged"
     yield defect("H201", text, count=absent, of=world, matters=alone > 0 or not calls)
 
 
@@ -290,11 +287,15 @@ def _clocks(
         offset, error = offsets[rank]
         good = abs(offset) < LONGEST_HOST_NS and 0 <= error <= UNALIGNED_NS
         if abs(offset) > APART_NS or not good:
-            what = "that is taken away" if good else "they do not fit whatever is taken away"
+            what = (
+                "the times are moved by so much"
+                if good
+                else "no shift makes its calls end with theirs"
+            )
             yield defect(
                 "H204",
-                f"the clock of rank {rank} is {offset * 1e-6:+.4g} ms from the first rank's: {what}, and the ends of collectives "
-                f"then differ by {error * 1e-3:.3g} us",
+                f"the clock of rank {rank} is {offset * 1e-6:+.4g} ms from the first rank's: {what}; what is left between the "
+                f"ends of collectives is {error * 1e-3:.3g} us",
                 count=1,
                 rank=rank,
                 path=one.path,

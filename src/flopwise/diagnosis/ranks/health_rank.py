@@ -110,6 +110,13 @@ class _Seen:
     def names(self) -> list[str]:
         return self.usable.names
 
+    @property
+    def calls(self) -> Mask:
+        """Which of the device's work is communication."""
+        named = self.usable.names_where(communicates) & self.usable.of(Kind.KERNEL)
+        found: Mask = named[self.work.rows]
+        return found
+
     def counted(self, rows: Ints) -> Mask:
         """Returns which rows of all events start in the steps that count."""
         at = self.events.start_ns[rows]
@@ -220,7 +227,7 @@ def _calls_of(seen: _Seen, rows: Ints) -> int:
 
 
 def _so_many_calls(calls: int) -> str:
-    return f"; {calls} of them are communication" if calls else ""
+    return f"; communication among them: {calls}" if calls else ""
 
 
 def _outlasting(seen: _Seen) -> Iterator[Defect]:
@@ -280,13 +287,14 @@ def _missing(seen: _Seen) -> Iterator[Defect]:
     counted = int(((events.start_ns >= high) & (events.start_ns < end) & made).sum())
     graphs = any(_GRAPH in events.name_of(row) for row in inside.tolist())
     calls = _holes(seen, lost[_launches_a_call(events, lost)])
-    if head.all() and not calls:
+    adrift = first > 0 and not (seen.work.end_ns == int(marks.bounds_ns[first])).any()
+    if head.all() and not calls and not adrift:
         return
-    times = len(inside) > health.LOST_FRAC * counted or graphs
+    times = len(inside) > health.LOST_FRAC * counted or graphs or adrift
     yield defect(
         "H103",
         f"{len(lost)} launches have no kernel, {len(inside)} of them in the {_steps_that(len(marks) - first)}, of {counted} "
-        f"there{_so_many_calls(calls)}",
+        f"there{_so_many_calls(calls)}{'; no work ends the step before' if adrift else ''}",
         count=len(lost),
         of=int(made.sum()),
         matters=times or calls > 0,
@@ -301,8 +309,7 @@ def _steps_that(n: int) -> str:
 
 def _holes(seen: _Seen, lost: Ints) -> int:
     """Returns how many of these lost calls lie behind one that is there: matching cannot go back over them."""
-    work, usable = seen.work, seen.usable
-    there = (usable.names_where(communicates) & usable.of(Kind.KERNEL))[work.rows]
+    work, there = seen.work, seen.calls
     if not there.any() or not len(lost):
         return 0
     if (there & (work.runtime < 0)).any():  # launched before the recording
@@ -332,9 +339,7 @@ def _launches_a_call(events: Events, rows: Ints) -> Mask:
 def _times(seen: _Seen) -> Iterator[Defect]:
     """Starts and ends that cannot be the device's."""
     work = seen.work
-    calls = bool(
-        (seen.usable.names_where(communicates) & seen.usable.of(Kind.KERNEL))[work.rows].any()
-    )
+    calls = bool(seen.calls.any())
     known = int((work.runtime >= 0).sum())
     copied = health.starts_at_launch(work)
     if copied:
@@ -383,16 +388,25 @@ def _steps(seen: _Seen) -> Iterator[Defect]:
         return
     began, _ = np.histogram(work.start_ns, health.rising(marks.bounds_ns))
     launched, _ = np.histogram(work.launched_ns, health.rising(marks.host_ns))
-    empty = np.flatnonzero((began == 0) & (launched == 0)) + 1
+    made, _ = np.histogram(
+        seen.events.start_ns[health.launching(seen.events)], health.rising(marks.host_ns)
+    )
+    empty = np.flatnonzero((began == 0) & (launched == 0) & (made == 0)) + 1
     if len(empty):
         counted = int((empty > seen.first).sum())
+        last = int(marks.bounds_ns[int(empty[-1])])
+        calls = bool(
+            (seen.work.start_ns[seen.calls] < last).any()
+        )  # which may be of the steps before
         yield defect(
             "H112",
-            f"{len(empty)} of {len(marks)} steps have no work on the device (step {', '.join(map(str, empty[:5].tolist()))}"
+            f"{len(empty)} of {len(marks)} steps have neither launches nor work on the device (step {', '.join(map(str, empty[:5].tolist()))}"
             f"{', …' if len(empty) > 5 else ''}), {counted} of them in the {_steps_that(len(marks) - seen.first)}",
             count=len(empty),
             of=len(marks),
-            matters=counted > 0,
+            matters=counted > 0 or calls,
+            times=counted > 0,
+            calls=calls,
         )
 
 

@@ -96,6 +96,7 @@ RULES = {
             "empty-steps",
             "steps without work on the device",
             ("ledger", "mfu", "steps", "idle"),
+            CALLS,
         ),
         Rule("H113", "unmarked-steps", "steps that nothing marks", ("steps",)),
         Rule("H114", "graph-replays", "graph replays, whose kernels have no operators"),
@@ -112,7 +113,7 @@ RULES = {
             "H117",
             "unreadable-file",
             "files that cannot be read at all",
-            (*TIMES, *CALLS, "redundancy"),
+            (*TIMES, "waits", "bandwidth", "stragglers", "redundancy"),
         ),
         Rule(
             "H201",

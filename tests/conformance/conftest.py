@@ -1,0 +1,202 @@
+"""Folders of rank traces: a small one made here, and real ones where $FLOPWISE_TRACES says where they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flopwise.diagnosis.ledger.soundness import judge
+from flopwise.diagnosis.ranks.health import (
+    across,
+    certificate,
+    defects_of,
+    named_rank,
+    rank_of,
+    unreadable,
+    withheld_for,
+)
+from flopwise.diagnosis.ranks.health_job import no_calls
+from flopwise.diagnosis.ranks.summary import Calls, RankSummary
+from flopwise.errors import FlopwiseError
+from flopwise.records.job import Defect, Health
+from flopwise.trace.chrome import Trace, read
+from flopwise.trace.families import communicates
+from flopwise.trace.health import Sifted, sift
+from flopwise.trace.kinds import Kind
+from flopwise.trace.launches import launches
+from flopwise.trace.partition import devices
+from flopwise.trace.steps import steps
+from flopwise.trace.table import Events
+
+STEPS, STEP_US, HOST_US = 6, 1000.0, 6_000_000.0
+KERNELS = 8  # of compute, a step
+
+
+@pytest.fixture(scope="session")
+def job(timelines: Callable[[], Any]) -> Callable[..., Path]:
+    """Returns a function that writes the traces of a small job: 4 ranks, 6 steps of 1000 us each.
+
+    A step: eight products of 60 us, an all-reduce of 4 MB beside the last ones, which all ranks end at the same time, a second
+    one after them, and the optimizer's kernel. Rank 1 is late for both by 40 us. Everything is launched 400 us ahead.
+    """
+
+    def write(folder: Path, ranks: int = 4) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        for rank in range(ranks):
+            _rank(timelines(), rank, ranks).write(str(folder / f"rank{rank}.json"))
+        return folder
+
+    return write
+
+
+def _rank(t: Any, rank: int, ranks: int) -> Any:
+    t.header["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": ranks}
+    t.header["baseTimeNanoseconds"] = 1_759_300_074_000_000_000
+    t.on("NVIDIA H200", rank)
+    late = 40.0 if rank == 1 else float(rank)
+    square = ([256, 256], "c10::BFloat16")
+    for i in range(STEPS):
+        host, at = HOST_US + STEP_US * i, HOST_US + STEP_US * i + 400
+        t.mark(i, host, STEP_US - 10)
+        for k in range(KERNELS):
+            op = t.op("aten::mm", host + 10 * k, 9, square, square)
+            t.kernel("gemm", at + 70 * k, 60, at=host + 10 * k + 3, op=op, device=rank)
+        for n, (start, end) in enumerate(((300, 480), (570, 690))):
+            _all_reduce(t, host + 100 + 20 * n, at + start + late, at + end, rank, ranks)
+        t.optimizer(host + 150, 30)
+        op = t.op("aten::add_", host + 155, 10, ([8], "float"), ([8], "float"), 1)
+        t.kernel("adam", at + 720, 100, at=host + 157, op=op, device=rank)
+    t.call("cudaDeviceSynchronize", HOST_US + STEP_US * STEPS + 250, 20)
+    return t
+
+
+def _all_reduce(t: Any, host: float, start: float, end: float, rank: int, ranks: int) -> None:
+    about = {
+        "Collective name": "allreduce", "In msg nelems": 1 << 20, "Out msg nelems": 1 << 20, "dtype": "Float",
+        "Process Group Name": "0", "Group size": ranks, "Process Group Ranks": str([*range(ranks)]),
+    }  # fmt: skip
+    op = t.op("record_param_comms", host, 15, ([1 << 20], "float"), **about)
+    t.kernel(
+        "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        start, end - start, at=host + 5, op=op, stream=20, device=rank, **about,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """Returns the folder of real traces."""
+    named = os.environ.get("FLOPWISE_TRACES")
+    if not named or not Path(named).is_dir():
+        pytest.skip("$FLOPWISE_TRACES names no folder of real traces")
+    return Path(named)
+
+
+@dataclass
+class Examined:
+    """What is said of a folder."""
+
+    health: Health
+    ranks: list[int | None]
+    refused: dict[str, str]  # by file, why it cannot be read
+
+    @property
+    def codes(self) -> dict[str, list[int | None]]:
+        """The ranks by the code of a defect."""
+        found: dict[str, list[int | None]] = {}
+        for one in self.health.defects:
+            found.setdefault(one.code, []).append(one.rank)
+        return found
+
+    def of(self, rank: int) -> set[str]:
+        """What is withheld for a rank."""
+        return {*withheld_for(rank, self.health.defects)}
+
+    @property
+    def job(self) -> set[str]:
+        """What is withheld for the job."""
+        return {*self.health.withheld}
+
+
+@pytest.fixture(scope="session")
+def examine() -> Callable[[Path], Examined]:
+    """Returns a function that looks at a folder: files, calls, clocks, by what matching from the last call tells."""
+
+    def look(folder: Path) -> Examined:
+        summaries, defects, refused = [], [], {}
+        for path in sorted(folder.glob("*.json*")):
+            try:
+                trace = read(path)
+            except FlopwiseError as error:
+                refused[path.name] = str(error)
+                defects.append(unreadable(str(path), str(error), named_rank(str(path))))
+                continue
+            sifted = sift(trace.events)
+            found = defects_of(trace, sifted)
+            defects += found
+            summaries.append(_summary(trace, sifted, found))
+        between = across(summaries, **_aligned(summaries))
+        ranks = [one.rank for one in summaries]
+        return Examined(certificate(defects, between, ranks), ranks, refused)
+
+    return look
+
+
+def _summary(trace: Trace, sifted: Sifted, defects: list[Defect]) -> RankSummary:
+    events = sifted.events
+    about = trace.header.get("distributedInfo") or {}
+    found = devices(events)
+    calls, bounds = no_calls(), np.zeros(0, np.int64)
+    if found:
+        work = launches(events, found[0])
+        marks = steps(events, work)
+        bounds = marks.bounds_ns[judge(trace.events, sifted, work, marks).first :]
+        calls = _calls(events, found[0], bounds)
+    properties = trace.header.get("deviceProperties") or [{}]
+    return RankSummary(
+        trace.path, rank_of(trace), about.get("world_size"), found[0] if found else None,
+        properties[0].get("name"), None, None, bounds, calls, defects,
+    )  # fmt: skip
+
+
+def _calls(events: Events, device: int, bounds: Any) -> Calls:
+    rows = np.flatnonzero(
+        events.of(Kind.KERNEL) & (events.device == device) & events.names_where(communicates)
+    )
+    said = [
+        events.collectives[events.collective[row]] if events.collective[row] >= 0 else None
+        for row in rows
+    ]
+    step = np.searchsorted(bounds, events.start_ns[rows], "right") - 1
+    return dataclasses.replace(
+        no_calls(),
+        start_ns=events.start_ns[rows],
+        end_ns=events.end_ns[rows],
+        nbytes=np.asarray([one.elements_in if one else -1 for one in said], np.int64),
+        group=["" for _ in said],
+        members=[() for _ in said],
+        peer=np.full(len(rows), -1),
+        kernel=[events.name_of(int(row)) for row in rows],
+        labelled=np.asarray([one is not None for one in said], bool),
+        step=np.where(step < max(0, len(bounds) - 1), step, -1),
+    )
+
+
+def _aligned(summaries: list[RankSummary]) -> dict[str, Any]:
+    """Returns offsets and shares as the last calls have them: each with the first rank's of the same place from the end."""
+    offsets, matched = {}, {}
+    first = summaries[0].calls
+    for one in summaries:
+        n = min(len(one.calls), len(first))
+        if one.rank is not None and n:
+            apart = (one.calls.end_ns[-n:] - first.end_ns[-n:]).astype(float)
+            offset = float(np.median(apart))
+            offsets[one.rank] = (offset, float(np.abs(apart - offset).max()))
+            matched[one.rank] = n / len(one.calls)
+    return {"offsets": offsets, "matched": matched}
