@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 #: Kernels that move data between devices. Sources: nccl and rccl name theirs `ncclDevKernel_*` or `ncclKernel_*`;
 #: deepseek-ai/DeepEP `deep_ep::`; NVSHMEM `nvshmem*`; torch's symmetric memory `*symm_mem*`, `multimem_*`, `one_shot_*`
@@ -25,6 +26,7 @@ def communicates_on_host(name: str) -> bool:
     return _BY_HOST.match(name) is not None
 
 
+@lru_cache(maxsize=1 << 14)
 def communicates(kernel: str) -> bool:
     """Whether a kernel of this name moves data between devices."""
     return _COMMUNICATION.search(kernel) is not None and _LOCAL.search(kernel) is None

@@ -190,7 +190,7 @@ def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -
         work = given.lengths(events, work)
         if cut is not None:
             marks = cut.of(steps_at(work, cut.marks_ns))
-    job = Job.of_device(events, work, host)
+    job = Job.of_device(events, work, host, peel=peel)
     return Taken(
         trace=dataclasses.replace(trace, events=events),
         device=device,

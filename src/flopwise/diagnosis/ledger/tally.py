@@ -96,8 +96,10 @@ class Job:
         return float(np.quantile(length, 0.01)) if len(length) else 0.0
 
     @classmethod
-    def of_device(cls, events: Events, work: Launches, host: idle.Host) -> Job:
-        """Returns the job that a device's work is."""
+    def of_device(
+        cls, events: Events, work: Launches, host: idle.Host, *, peel: bool = True
+    ) -> Job:
+        """Returns the job that a device's work is; without `peel` what only its lines need is left out."""
         kind = classes(events, work)
         alone = _alone(events, work)
         return cls(
@@ -106,9 +108,11 @@ class Job:
             kind,
             lambda gaps: idle.attribute(host, gaps),
             launched_in(events, work, optimizer_calls(events)),
-            recomputed(events, work),
+            recomputed(events, work) if peel else np.zeros(len(work.rows), bool),
             alone,
-            contention(events, work, kind, alone),
+            contention(events, work, kind, alone)
+            if peel
+            else Contention(np.zeros(len(work.rows)), np.zeros(len(work.rows), bool)),
         )
 
     @classmethod
