@@ -2,6 +2,7 @@
 #   make demo             measures and tunes the two example scripts: 3 to 5 minutes after the set-up
 #   make demo TORCH=any   the same with this machine's own torch: for a GPU
 #   make test             lint, types, import contracts, tests
+#   make conformance TRACES=FOLDER   real traces of several ranks against their known answers
 #   make docs             builds the documentation into build/site; a broken link is an error
 #   make clean            removes what the above made
 # Another Python: make test PYTHON=python3.12
@@ -15,10 +16,10 @@ VENV := $(if $(filter any,$(TORCH)),.venv-any,.venv)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install test lint unit docs demo clean
+.PHONY: help install test lint unit conformance docs demo clean
 
 help:
-	@sed -n '2,7s/^# *//p' Makefile
+	@sed -n '2,8s/^# *//p' Makefile
 
 $(STAMP): pyproject.toml constraints.txt tools/set_up.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
@@ -41,6 +42,13 @@ lint: $(STAMP)
 unit: $(STAMP)
 	@echo "== Tests"
 	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
+
+conformance: $(STAMP)
+	@if [ -d "$(TRACES)" ]; then \
+		FLOPWISE_TRACES="$(TRACES)" OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/conformance; \
+	else \
+		echo "== Skipped: TRACES=$(TRACES) is no folder. make conformance TRACES=FOLDER with nano8, h200_ddp2, hta_pair, nsys in it"; \
+	fi
 
 docs: $(STAMP)
 	@$(BIN)/python -m mkdocs build --strict

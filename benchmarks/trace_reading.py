@@ -61,8 +61,8 @@ print(took, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(trace.events
 """
 
 
-def run(python: str, code: str, path: Path) -> tuple[float, float]:
-    """Returns the seconds and the largest resident memory in MB of one fresh process."""
+def run(python: str, code: str, path: Path) -> tuple[float, float, int]:
+    """Returns the seconds and the largest resident memory in MB of one fresh process, and the number that it prints third."""
     source = str(Path(__file__).resolve().parents[1] / "src")
     done = subprocess.run(
         [python, "-c", code, str(path)],
@@ -74,7 +74,8 @@ def run(python: str, code: str, path: Path) -> tuple[float, float]:
     if done.returncode:
         raise SystemExit(f"{python}: exit code {done.returncode}\n{done.stderr[-2000:]}")
     words = done.stdout.strip().splitlines()[-1].split()
-    return float(words[0]), float(words[1]) / 1024
+    third = int(words[2]) if len(words) > 2 and words[2].isdigit() else 0
+    return float(words[0]), float(words[1]) / 1024, third
 
 
 def ranks(folder: Path, peer: str, rounds: int) -> dict[str, Any]:
@@ -86,10 +87,10 @@ def ranks(folder: Path, peer: str, rounds: int) -> dict[str, Any]:
     result = {
         "folder": folder.name,
         "cores": len(os.sched_getaffinity(0)),
-        "flopwise_s": [seconds for seconds, _ in ours],
-        "peer_s": [seconds for seconds, _ in theirs],
-        "flopwise_mb": max(mb for _, mb in ours),
-        "peer_mb": max(mb for _, mb in theirs),
+        "flopwise_s": [one[0] for one in ours],
+        "peer_s": [one[0] for one in theirs],
+        "flopwise_mb": max(one[1] for one in ours),
+        "peer_mb": max(one[1] for one in theirs),
     }
     result["times_faster"] = statistics.median(result["peer_s"]) / statistics.median(
         result["flopwise_s"]
@@ -170,12 +171,12 @@ def large(gigabytes: float, rounds: int) -> dict[str, Any]:
         synthetic(path, round(gigabytes * 1e9))
         size = path.stat().st_size
         found = [run(sys.executable, READ, path) for _ in range(rounds)]
-    seconds = statistics.median(s for s, _ in found)
+    seconds = statistics.median(one[0] for one in found)
     return {
         "bytes": size,
-        "seconds": [s for s, _ in found],
+        "seconds": [one[0] for one in found],
         "mb_per_s": size / seconds / 1e6,
-        "resident_mb": max(mb for _, mb in found),
+        "resident_mb": max(one[1] for one in found),
     }
 
 

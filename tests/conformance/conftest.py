@@ -22,8 +22,7 @@ from flopwise.diagnosis.ranks.health import (
     unreadable,
     withheld_for,
 )
-from flopwise.diagnosis.ranks.health_job import no_calls
-from flopwise.diagnosis.ranks.summary import Calls, RankSummary
+from flopwise.diagnosis.ranks.summary import Calls, RankSummary, no_calls
 from flopwise.errors import FlopwiseError
 from flopwise.records.job import Defect, Health
 from flopwise.trace.chrome import Trace, read
