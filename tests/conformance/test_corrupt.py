@@ -20,8 +20,10 @@ import pytest
 from flopwise.diagnosis.ledger.build import ledger
 from flopwise.diagnosis.ranks.health import CALLS, TIMES, defects_of
 from flopwise.errors import FlopwiseError
+from flopwise.measurement.jobs import analyse
 from flopwise.trace.chrome import read
 from flopwise.trace.health import sift
+from flopwise.trace.sources import SourceConflict, find
 
 MUTATIONS = int(os.environ.get("FLOPWISE_MUTATIONS", "200"))
 MOST_BYTES = 2 << 30
@@ -114,6 +116,40 @@ def check(name: str, found: Any) -> None:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_corrupt_job(name: str, made: Any, corrupt: ModuleType, examine: Any) -> None:
     check(name, examine(made(corrupt, name)))
+
+
+def report(name: str, folder: Path) -> None:
+    """What the report of such a folder says: the same is withheld, and what is withheld is not in it."""
+    codes, _, whole = EXPECTED[name]
+    if name == "twice":
+        with pytest.raises(SourceConflict, match="rank"):
+            analyse(find([folder]))
+        return
+    job = analyse(find([folder]))
+    assert codes <= {one.code for one in job.health.defects}
+    assert {*job.health.withheld} == whole
+    assert job.health.clean == (not any(one.withholds for one in job.health.defects))
+    assert not (job.stragglers and "stragglers" in whole)
+    assert not (job.lines and "ledger" in whole)
+    assert job.redundant_bytes_frac is None or "redundancy" not in whole
+    if "waits" in whole:
+        assert all(one.wait_s is None for one in job.collectives)
+    if name not in ("missing", "bomb"):
+        assert all(one.ledger is not None for one in job.ranks if one.rank != RANK)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_report_of_a_corrupt_job(name: str, made: Any, corrupt: ModuleType) -> None:
+    report(name, made(corrupt, name))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_report_of_a_corrupt_nano8(
+    name: str, traces: Path, tmp_path: Path, corrupt: ModuleType
+) -> None:
+    corrupt.BOMB_BYTES = BOMB_BYTES
+    report(name, corrupt.corrupt(traces / "nano8", tmp_path, name, RANK))
+    assert peak_bytes() < MOST_BYTES
 
 
 @pytest.mark.parametrize("name", EXPECTED)

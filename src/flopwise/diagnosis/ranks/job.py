@@ -65,8 +65,11 @@ def _withheld(ranks: Sequence[RankSummary], matching: Matching, clocks: Clocks) 
         if one.rank is not None and p in clocks.offset_ns
     }
     several = len(ranks) > 1
+    read = [
+        one for one in ranks if one.events or one.device is not None
+    ]  # as if without the others
     between = health.across(
-        ranks, offsets=offsets if several else None, matched=matched if several else None
+        read, offsets=offsets if several else None, matched=matched if several else None
     )
     certificate = health.certificate(
         (defect for one in ranks for defect in one.defects), between, [one.rank for one in ranks]
