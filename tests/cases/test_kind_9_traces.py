@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,8 +283,63 @@ class TestTR09:
         assert found.us["idle_device"] == 78
 
 
+def nsys(path: Path, *, suffix: str = "", inline: bool = False, ranges: bool = True) -> Path:
+    """An export of Nsight Systems: four steps of a kernel of 400 us, a millisecond each."""
+    kind = "TEXT" if inline else "INTEGER"
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
+        database.execute("INSERT INTO StringIds VALUES (1, 'gemm')")
+        database.execute(
+            "CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, "
+            f"correlationId INTEGER, demangledName {kind})"
+        )
+        for i in range(4):
+            at = 1_000_000 * (i + 1)
+            database.execute(
+                "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, 0, 7, 0, ?)",
+                (at + 100_000, at + 500_000, "gemm" if inline else 1),
+            )
+        if ranges:
+            database.execute(
+                f"CREATE TABLE NVTX_EVENTS{suffix} (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER, "
+                "textId INTEGER)"
+            )
+            for i in range(4):
+                at = 1_000_000 * (i + 1)
+                database.execute(
+                    f"INSERT INTO NVTX_EVENTS{suffix} VALUES (?, ?, 59, ?, 281479271677953, NULL)",
+                    (at, at + 900_000, f"step {i}"),
+                )
+        database.commit()
+    return path
+
+
 class TestTR10:
-    def test_a_file_of_another_profiler_is_one_clear_error(
+    @pytest.mark.parametrize(
+        ("how", "steps"),
+        [
+            ({"ranges": False}, 1),  # the whole trace
+            ({"suffix": "_V2"}, 3),  # the begin of the first one is not known
+            ({"inline": True}, 3),
+            ({}, 3),
+        ],
+    )
+    def test_exports_of_all_kinds_give_the_figures_of_their_kernels(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: Any, steps: int
+    ) -> None:
+        path = nsys(tmp_path / "report.sqlite", **how)
+        main(["analyze", str(path), "--json", "-"])
+        out, err = capsys.readouterr()
+        assert err == ""
+        record = json.loads(out)
+        (rank,) = record["ranks"]
+        assert rank["steps"] == steps
+        busy_s = rank["ledger"]["busy_frac"] * rank["ledger"]["step_s"] * steps
+        assert busy_s == pytest.approx(400e-6 * (4 if steps == 1 else 3))
+        notes = " ".join(record["notes"])
+        assert ("no NVTX ranges are in the export" in notes) == (how.get("ranges") is False)
+
+    def test_a_damaged_export_is_one_clear_error(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         path = tmp_path / "report.sqlite"
@@ -290,8 +347,8 @@ class TestTR10:
         assert main(["analyze", str(path)]) == 2
         out, err = capsys.readouterr()
         assert out == ""
-        assert "not a Chrome trace" in err
-        assert "SQLite format 3" in err
+        assert str(path) in err
+        assert err.count("\n") == 1
 
 
 class TestTR11:
@@ -331,3 +388,29 @@ class TestTR12:
         found = analyse(t.write())
         assert (found.record.rank, found.record.world_size) == (1, 2)
         assert "rank 1 of 2" in found.report
+
+    def test_two_files_that_claim_one_rank(
+        self, training: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        t = training(4)
+        t.header["distributedInfo"] = {"backend": "nccl", "rank": 0, "world_size": 2}
+        files = [t.write("one.json"), t.write("other.json")]
+        assert main(["analyze", *map(str, files)]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "one.json" in err
+        assert "other.json" in err
+        assert "rank 0" in err
+
+    def test_three_files_whose_names_give_the_rank(
+        self, training: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        t = training(4)
+        files = [t.write(f"rank{rank}.json") for rank in (2, 0, 1)]
+        assert main(["analyze", *map(str, files), "--json", "-"]) == 0
+        ranks = json.loads(capsys.readouterr().out)["ranks"]
+        assert [(one["rank"], Path(one["path"]).name) for one in ranks] == [
+            (0, "rank0.json"),
+            (1, "rank1.json"),
+            (2, "rank2.json"),
+        ]

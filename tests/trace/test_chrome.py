@@ -218,3 +218,83 @@ def test_the_order_in_the_file_does_not_matter(write: Any) -> None:
     backward = read(write(events[::-1])).events
     assert np.array_equal(forward.start_ns, backward.start_ns)
     assert [forward.name_of(i) for i in range(50)] == [backward.name_of(i) for i in range(50)]
+
+
+@pytest.mark.parametrize(
+    "bad", ["9223372036854775808", "18446744073709551616", "1e999999999", '"seven"', "9" * 5000]
+)
+def test_numbers_that_no_column_can_hold_are_left_out(write: Any, bad: str) -> None:
+    path = write([*many(3), one(ts=9.0, args={"External id": 123454321, "device": 1})])
+    path.write_text(path.read_text("utf-8").replace("123454321", bad), "utf-8")
+    events = read(path).events
+    assert (len(events), events.external.max()) in {(4, -1), (3, -1)}
+
+
+def test_durations_that_are_no_number_are_told_from_those_of_centuries(write: Any) -> None:
+    path = write([*many(3), one(ts=8.0, dur=8.125), one(ts=9.0, dur=1e300)])
+    path.write_text(path.read_text("utf-8").replace("8.125", "NaN"), "utf-8")
+    assert sorted(read(path).events.duration_ns.tolist())[-2:] == [2**62 - 1, 2**62]
+
+
+def test_bytes_that_are_no_utf_8_are_replaced_and_counted(write: Any) -> None:
+    path = write([*many(3), one(ts=8.0, name="HERE"), one(ts=9.0, args={"HERE": ["HERE"]})])
+    path.write_bytes(path.read_bytes().replace(b"HERE", b"a\xff\xc3("))
+    trace = read(path)
+    assert (len(trace.events), trace.damage.not_utf8, trace.damage.events) == (5, 2, 0)
+    assert "a\ufffd\ufffd(" in trace.events.names
+
+
+def test_half_of_a_surrogate_pair_is_replaced(write: Any) -> None:
+    path = write([*many(3), one(ts=8.0, name="HERE")])
+    path.write_text(path.read_text("utf-8").replace("HERE", "a\\ud800b"), "utf-8")
+    names = read(path).events.names
+    assert "a?b" in names
+    assert all(name.encode() for name in names)
+
+
+@pytest.mark.parametrize(
+    ("head", "block", "why"),
+    [
+        (
+            b'{"traceEvents": [',
+            b'{"ph": "X", "name": "k", "ts": 1.5, "dur": 2.5},',
+            "expand to more",
+        ),
+        (b'{"traceEvents": [', b" ", "no end of an event within 65 MiB"),
+        (b'{"traceEvents": [{"ph": "X"}, {"ph": "X", "name": "', b"x", "no end of an event"),
+        (b'{"traceEvents": [{"ph": "X"}, ', b"[", "no end of an event"),
+        (b'{"a": "', b"x", "no list of events"),
+    ],
+)
+def test_bombs(tmp_path: Path, head: bytes, block: bytes, why: str) -> None:
+    """4 GiB each, of 4 MB on the disk."""
+    path = tmp_path / "bomb.json.gz"
+    member = gzip.compress(block * ((16 << 20) // len(block)))
+    path.write_bytes(gzip.compress(head) + member * 256)
+    with pytest.raises(TraceError, match=why):
+        read(path)
+
+
+def test_what_expands_further_than_any_trace_may_while_it_is_small(tmp_path: Path) -> None:
+    path = tmp_path / "t.json.gz"
+    event = b'{"ph": "X", "name": "k", "ts": 1.5, "dur": 2.5},'
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + event * 100_000 + b"{}]}"))
+    assert path.stat().st_size * 100 < 100_000 * len(event)
+    assert len(read(path).events) == 100_000
+
+
+def test_a_file_that_is_damaged_all_over_is_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    event = b'{"ph": "X", "args": {"x": [}, '
+    path.write_bytes(b'{"traceEvents": [{"ph": "X", "name": "a"}, ' + event * 40_000 + b"]}")
+    with pytest.raises(TraceError, match="too damaged to be read: 20000 damaged events"):
+        read(path)
+
+
+def test_events_that_swallow_those_behind_them_are_given_up(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    event = b'{"ph": "X", "args": {"x": [0, 0]}}, '
+    piece = b'{"ph": "X", "x": [0, ' + event * 500
+    path.write_bytes(b'{"traceEvents": [{"ph": "X", "name": "a"}, ' + piece * 300 + b"]}")
+    with pytest.raises(TraceError, match="too damaged to be read"):
+        read(path)

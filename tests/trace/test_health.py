@@ -183,3 +183,68 @@ def test_a_short_kernel_inside_a_long_one_overlaps_for_as_long_as_it_lasts(timel
     timeline.kernel("next", 60, 30)
     events = timeline.read().events
     assert health.overlap_ns(events, launches(events, 0)) == 40_000
+
+
+class TestOutlasting:
+    def sound(self, timeline: Any) -> Any:
+        for i in range(20):
+            timeline.kernel("gemm", HOST + 200 * i + 20, 100.5, at=HOST + 200 * i)
+        timeline.call("cudaDeviceSynchronize", HOST + 4000, 100)
+        return timeline
+
+    def left_out(self, timeline: Any) -> dict[str, int]:
+        return health.sift(timeline.read().events).unusable
+
+    def test_a_kernel_that_runs_on_while_its_stream_goes_on(self, timeline: Any) -> None:
+        self.sound(timeline).kernel("gemm", HOST + 2130, 2e6, at=HOST + 2125)
+        found = health.sift(timeline.read().events)
+        assert found.unusable == {health.OUTLASTING: 1}
+        assert found.outlasting.tolist() == found.rows.tolist()
+        assert found.missing_ns == 100_500  # as long as the others
+
+    def test_one_of_a_name_of_its_own_is_held_against_all(self, timeline: Any) -> None:
+        self.sound(timeline).kernel("unique", HOST + 2130, 2e6, at=HOST + 2125)
+        assert self.left_out(timeline) == {health.OUTLASTING: 1}
+
+    def test_the_last_of_its_stream_when_the_recording_had_ended(self, timeline: Any) -> None:
+        self.sound(timeline).kernel("gemm", HOST + 2130, 2e6, at=HOST + 2125, stream=9)
+        assert self.left_out(timeline) == {health.OUTLASTING: 1}
+
+    def test_where_nothing_follows_until_it_ends_it_is_sound(self, timeline: Any) -> None:
+        self.sound(timeline).kernel("gemm", HOST + 4100, 2e6, at=HOST + 4095)
+        timeline.kernel("gemm", HOST + 4200 + 2e6, 100, at=HOST + 4105)
+        timeline.call("cudaDeviceSynchronize", HOST + 4110, 2e6)
+        assert self.left_out(timeline) == {}
+
+    def test_shorter_than_10_ms_or_a_hundred_times_the_others_is_sound(self, timeline: Any) -> None:
+        self.sound(timeline).kernel("gemm", HOST + 2130, 9_900, at=HOST + 2125)
+        assert self.left_out(timeline) == {}
+        for event in timeline.events:
+            if event["name"] == "gemm":
+                event["dur"] = 101.0
+        timeline.kernel("gemm", HOST + 2130, 10_099, at=HOST + 2126)
+        assert self.left_out(timeline) == {}
+
+    def test_kernels_of_one_graph_may_run_beside_each_other(self, timeline: Any) -> None:
+        self.sound(timeline)
+        number = timeline.call("cudaGraphLaunch", HOST + 4000, 5)
+        timeline.kernel("gemm", HOST + 4150, 20_000, correlation=number)
+        for i in range(4):
+            timeline.kernel("gemm", HOST + 4200 + 200 * i, 100, correlation=number)
+        timeline.call("cudaDeviceSynchronize", HOST + 4110, 2e6)
+        assert self.left_out(timeline) == {}
+
+    def test_many_names_take_no_longer_than_few(self, timeline: Any) -> None:
+        for i in range(300):
+            timeline.kernel(f"k{i}", HOST + 20_000 * i + 20, 15_000, at=HOST + 20_000 * i)
+        events = timeline.read().events
+        assert health.outliers(events, events.on_device) == []
+
+
+def test_how_many_overlap(timeline: Any) -> None:
+    for i in range(5):
+        timeline.kernel("a", 100 * i, 110)
+        timeline.kernel("b", 100 * i, 103, stream=8)
+    events = timeline.read().events
+    work = launches(events, 0)
+    assert (health.overlaps(events, work), health.overlap_ns(events, work)) == (4, 40_000)

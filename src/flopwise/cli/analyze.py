@@ -6,6 +6,7 @@ Needs no torch and no device.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -59,6 +60,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "--no-ledger",
         action="store_true",
         help="of several ranks: health, collectives, waiting and stragglers alone, in less than half the time",
+    )
+    parser.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="read the ranks on a Ray cluster that sees the same files: HOST:PORT, auto, or local (needs flopwise[ray])",
     )
     parser.add_argument(
         "--json", metavar="PATH", type=Path, help="write what was found as JSON, too (- for stdout)"
@@ -196,14 +202,23 @@ def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> i
     if args.perfetto is not None:
         raise UsageError("--perfetto copies one trace: give the file of one rank")
     told = Ranks() if sys.stderr.isatty() else None
-    try:
+    with contextlib.ExitStack() as stack:
+        if told is not None:
+            stack.callback(told.end)
+        executor = None
+        if args.ray is not None:
+            from flopwise.measurement.cluster import Ray
+
+            executor = stack.enter_context(Ray(args.ray))
         ranks = read_ranks(
-            sources, device=args.device, peak=peak, ledgers=not args.no_ledger, told=told
+            sources,
+            device=args.device,
+            peak=peak,
+            ledgers=not args.no_ledger,
+            executor=executor,
+            told=told,
         )
         record = conclude(sources, ranks)
-    finally:
-        if told is not None:
-            told.end()
 
     def text() -> str:
         return store.encode(record)

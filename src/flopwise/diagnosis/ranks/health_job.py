@@ -118,7 +118,7 @@ def _jobs(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
             "H207",
             f"the files are not of one job: {said}"
             + (f"; no such job has a rank {_some(beyond)}" if beyond else ""),
-            count=len(summaries) - sizes.most_common(1)[0][1] or len(beyond),
+            count=sum(sizes.values()) - sizes.most_common(1)[0][1] or len(beyond),
             of=len(summaries),
         )
 
