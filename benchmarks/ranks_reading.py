@@ -5,9 +5,9 @@ python benchmarks/ranks_reading.py many FOLDER --peer PYTHON [--ranks 64] [--rou
 python benchmarks/ranks_reading.py growth FOLDER [--out FILE]
 
 FOLDER holds one trace a rank (rank0.json.gz, ...). `calls`: the collectives of all ranks matched, with waiting and bandwidth;
-PYTHON is an environment with TraceLens. `many`: so many ranks of 18 MB each, made of FOLDER's with their events twice; PYTHON has
+PYTHON is an environment with TraceLens. `many`: so many ranks of 16 MB each, made of FOLDER's with all but the collectives twice; PYTHON has
 HolisticTraceAnalysis, which divides each rank's time. In turns, each in a fresh process; the time is that of the work, without imports.
-flopwise reads, judges the health of, matches and names stragglers in both, on all cores that there are. `growth`: 1 to 64 such ranks.
+flopwise reads, judges the health of, matches and names stragglers in both, on all cores that there are. `growth`: 1 to 64 such ranks, 16 MB to 1 GB.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def against(folder: Path, peer: str, code: str, rounds: int) -> dict[str, Any]:
 
 
 def twice(source: Path, out: Path, ranks: int) -> int:
-    """Writes so many ranks, of a folder's traces with their events twice; returns the bytes of one, uncompressed."""
+    """Writes so many ranks, of a folder's traces with all but their collectives twice; returns the bytes of one, uncompressed."""
     size = 0
     texts = [
         json.loads(gzip.decompress(path.read_bytes())) for path in sorted(source.glob("*.json.gz"))
@@ -96,13 +96,20 @@ def twice(source: Path, out: Path, ranks: int) -> int:
         timed = [one for one in events if one.get("ph") == "X"]
         low = min(one["ts"] for one in timed)
         shift = max(one["ts"] + one.get("dur", 0) for one in timed) - low + 1000.0
-        again = [_later(one, shift) for one in events if one.get("ph") in ("X", "s", "f")]
+        again = [one for one in events if one.get("ph") in ("X", "s", "f") and not _talks(one)]
+        before = [_later(one, -shift) for one in again]
         about = {**trace.get("distributedInfo", {}), "rank": rank, "world_size": ranks}
-        text = json.dumps({**trace, "distributedInfo": about, "traceEvents": [*events, *again]})
+        text = json.dumps({**trace, "distributedInfo": about, "traceEvents": [*before, *events]})
         size = len(text)
         with gzip.open(out / f"rank{rank}.json.gz", "wb", compresslevel=1) as stream:
             stream.write(text.encode())
     return size
+
+
+def _talks(event: dict[str, Any]) -> bool:
+    """Whether an event is a collective, or asks for one: there are as many as there were."""
+    name = str(event.get("name"))
+    return "nccl" in name or "record_param_comms" in name
 
 
 def _later(event: dict[str, Any], shift: float) -> dict[str, Any]:
@@ -121,7 +128,7 @@ def _later(event: dict[str, Any], shift: float) -> dict[str, Any]:
 
 
 def growth(source: Path) -> dict[str, Any]:
-    """Returns the time of 1 to 64 ranks of 18 MB each."""
+    """Returns the time of 1 to 64 ranks of 16 MB each."""
     found: dict[str, Any] = {"cores": len(os.sched_getaffinity(0)), "ranks": {}}
     for n in (1, 2, 4, 8, 16, 32, 64):
         with tempfile.TemporaryDirectory(prefix="ranks-") as folder:

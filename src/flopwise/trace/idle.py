@@ -7,7 +7,9 @@ for the device, or it ran operators and Python.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -134,17 +136,16 @@ class Host:
         blocking = events.names_where(blocks) & events.of(Kind.RUNTIME) & on_host
         self.blocked = self._outermost(loading, INPUT) + self._outermost(blocking, SYNC)
         self.blocked.sort(key=lambda one: (one.start_ns, one.end_ns))
-        self._starts = np.asarray([one.start_ns for one in self.blocked], np.int64)
-        ends = np.asarray([one.end_ns for one in self.blocked], np.int64)
-        self._latest_ends = np.maximum.accumulate(ends) if len(ends) else ends
+        self._starts = [one.start_ns for one in self.blocked]
+        self._latest_ends = list(accumulate((one.end_ns for one in self.blocked), max))
         seen = on_host & events.of(Kind.OP, Kind.RUNTIME, Kind.ANNOTATION)
         marks = events.names_where(lambda name: name.startswith("ProfilerStep"))
         self.seen = _spans(events, seen & ~marks)
 
     def blocked_within(self, low: int, high: int) -> list[Blocked]:
         """Returns the stretches that begin before `high`, from the first one on that ends after `low`."""
-        first = int(np.searchsorted(self._latest_ends, low, "right"))
-        return self.blocked[first : int(np.searchsorted(self._starts, high))]
+        first = bisect_right(self._latest_ends, low)
+        return self.blocked[first : bisect_left(self._starts, high)]
 
     def _outermost(self, rows: Mask, cause: str) -> list[Blocked]:
         found: list[Blocked] = []
@@ -170,19 +171,22 @@ def attribute(host: Host, gaps: Spans) -> IdleTime:
     # Of several that end a gap, the first launched.
     order = np.lexsort((work.launched_ns, work.start_ns))
     starts = work.start_ns[order]
+    begins, in_order = starts.tolist(), order.tolist()
+    launches, calls = work.launched_ns.tolist(), work.runtime.tolist()
+    lengths = host.events.duration_ns
     debt, debtor, paid_until = 0, -1, -(2**62)
     for low, high in zip(gaps.start.tolist(), gaps.end.tolist(), strict=True):
-        at = int(np.searchsorted(starts, high))
-        if at >= len(starts) or starts[at] != high:
+        at = bisect_left(begins, high)
+        if at >= len(begins) or begins[at] != high:
             out.add(OTHER, low, high)
             continue
-        k = int(order[at])
-        launched = min(int(work.launched_ns[k]), high)  # later only where clocks disagree
-        call = int(work.runtime[k])
+        k = in_order[at]
+        launched = min(launches[k], high)  # later only where clocks disagree
+        call = calls[k]
         if call < 0:
             out.add(OTHER, low, high)
             continue
-        call_end = launched + int(host.events.duration_ns[call])
+        call_end = launched + int(lengths[call])
         if launched <= low:
             late = high - call_end <= LATENCY_NS and call_end > low
             if debt and not late:

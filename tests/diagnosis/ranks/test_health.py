@@ -22,9 +22,8 @@ from flopwise.diagnosis.ranks.health import (
     unreadable,
     withheld_for,
 )
-from flopwise.diagnosis.ranks.health_job import no_calls
 from flopwise.diagnosis.ranks.health_rules import defect
-from flopwise.diagnosis.ranks.summary import Calls, RankSummary
+from flopwise.diagnosis.ranks.summary import Calls, RankSummary, no_calls
 from flopwise.records.job import CONCLUSIONS, Defect
 from flopwise.trace.chrome import read
 from flopwise.trace.health import sift
