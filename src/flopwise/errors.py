@@ -8,6 +8,8 @@ FlopwiseError                 anything that is ours to explain; the command line
 ├── NothingMeasuredError      the script ran, and there was no training step to measure
 ├── PlanError                 a plan does not fit the script, the device or this flopwise
 ├── TraceError                a trace cannot be read (trace.stream)
+├── SourceError               nothing that can be read is at a path (trace.sources)
+│   └── SourceConflict        two files are of the same rank
 ├── LedgerError               a trace has nothing that a ledger could be made of (diagnosis.ledger.build)
 ├── ComparisonError           there is nothing to compare at a path (diagnosis.comparison.sides)
 └── AttachError               a hook that the meter leans on is not there in this torch

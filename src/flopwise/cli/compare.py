@@ -104,14 +104,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(path: Path, peak: Peak | None) -> Measured:
-    from flopwise.diagnosis.comparison.sides import measured
+    from flopwise.diagnosis.comparison.sides import measured, of_job
 
+    if _is_a_job(path):
+        from flopwise.measurement.jobs import conclude, read_ranks
+        from flopwise.trace.sources import find
+
+        sources = find([path])
+        return of_job(conclude(sources, read_ranks(sources, peak=peak)), str(path))
     progress = Progress(path.name) if sys.stderr.isatty() else None
     try:
         return measured(path, peak, progress)
     finally:
         if progress is not None:
             progress.end()
+
+
+def _is_a_job(path: Path) -> bool:
+    """Whether a path is a folder of ranks' traces: neither a run nor a tune, nor a folder of runs."""
+    try:
+        return (
+            path.is_dir()
+            and not any((path / name).is_file() for name in ("run.json", "tune.json"))
+            and not any(path.glob("*/run.json"))
+            and any(path.glob("*.json*"))
+        )
+    except OSError:
+        return False
 
 
 def _check_target(args: argparse.Namespace) -> None:
