@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from flopwise.trace.launches import Launches, launches
 from flopwise.trace.ownership import Owner, Ownership, classes, own
+from flopwise.trace.partition import partition
 
 Piece = tuple[int, int, int]  # class, start, duration
 LOW, HIGH = 5, 45
@@ -111,3 +112,14 @@ def test_classes(timeline: Any, cat: str, name: str, owner: Owner) -> None:
     timeline.kernel(name, 10, 5, cat=cat)
     events = timeline.read().events
     assert classes(events, launches(events, 0)).tolist() == [owner]
+
+
+def test_a_kernel_that_says_what_it_moves_is_communication_whatever_its_name(timeline: Any) -> None:
+    timeline.kernel(
+        "my_fast_all_reduce_v7", 0, 100, **{"Collective name": "allreduce", "dtype": "Float"}
+    )
+    timeline.kernel("gemm", 50, 100, stream=8)
+    events = timeline.read().events
+    work = launches(events, 0)
+    assert classes(events, work).tolist() == [Owner.COMMUNICATION, Owner.COMPUTE]
+    assert partition(events, 0).exposed_communication_ns == 50_000

@@ -59,7 +59,9 @@ def classes(events: Events, work: Launches) -> npt.NDArray[np.int8]:
     out[copies & ~within[work.rows]] = Owner.COPY
     peer = events.names_where(lambda name: "PtoP" in name or "Peer" in name)
     out[copies & peer[work.rows]] = Owner.COMMUNICATION
-    talks = events.names_where(communicates)
+    talks = events.names_where(communicates) | (
+        events.collective >= 0
+    )  # by name, or in its own words
     out[(kind == Kind.KERNEL) & talks[work.rows]] = Owner.COMMUNICATION
     return out
 

@@ -58,7 +58,7 @@ def partition(events: Events, device: int) -> Partition:
     if not len(here):
         raise ValueError(f"no event on device {device}")
     kernel = here.of(Kind.KERNEL)
-    moves = here.names_where(communicates) & kernel
+    moves = (here.names_where(communicates) | (here.collective >= 0)) & kernel
     compute = spans_of(here, kernel & ~moves)
     communication = spans_of(here, moves)
     copies = spans_of(here, ~kernel)
