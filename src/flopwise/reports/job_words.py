@@ -32,7 +32,6 @@ REASONS = {
     "kernels": "its kernels are slower",
     "clock": "its clock is lower",
     "work": "it has more work",
-    "communication": "its own communication",
     "not known": "reason not known",
 }
 #: Traffic that moves nothing new, in words.

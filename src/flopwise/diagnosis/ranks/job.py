@@ -106,6 +106,7 @@ def job_of(found: Sequence[RankSummary], notes: Sequence[str] = ()) -> JobRecord
     lines, lines_reason = _lines(ranks, waited, withheld)
     records = [_rank(p, one, waited, matching, clocks, withheld) for p, one in enumerate(ranks)]
     lengths = [one.step_s for one in records if one.step_s]
+    recorded = [step_s_of(ranks[p]) for p, one in enumerate(records) if one.step_s]
     names = {one.device_name for one in ranks if one.device_name}
     record = JobRecord(
         schema=SCHEMA,
@@ -128,6 +129,7 @@ def job_of(found: Sequence[RankSummary], notes: Sequence[str] = ()) -> JobRecord
         stragglers_reason=reason,
         findings=[],
         notes=[*notes, *_notes(ranks)],
+        recorded_step_s=float(np.mean(recorded)) if recorded else None,
     )
     return dataclasses.replace(record, findings=findings_of(record))
 
@@ -187,6 +189,7 @@ def _rank(
         wait_frac = waited.share_of(p, calls.end_ns - calls.start_ns)
         if (mine[calls.step >= 0] >= 0).any():
             wait = every.wait_ns * each
+    clock = clocks.from_first(p)
     ledger, reason = one.ledger, one.reason
     if ledger is not None and withheld.of(p, "ledger"):
         ledger, reason = None, f"withheld: {withheld.why_of(p, 'ledger')}"
@@ -206,8 +209,8 @@ def _rank(
         communication_s=every.total_ns * each if n else None,
         exposed_s=exposed.total_ns * each if n and not withheld.of(p, "overlap") else None,
         wait_s=wait,
-        clock_offset_s=clocks.offset_ns[p] * 1e-9 if p in clocks.offset_ns else None,
-        clock_error_s=float(clocks.error_ns[p]) * 1e-9 if p in clocks.error_ns else None,
+        clock_offset_s=None if clock is None else clock[0] * 1e-9,
+        clock_error_s=None if clock is None else clock[1] * 1e-9,
         notes=list(one.notes),
         wait_frac=wait_frac,
     )
