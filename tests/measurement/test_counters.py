@@ -18,7 +18,7 @@ def run(sm_busy_frac: float | None, *pauses: Pause, window_s: float | None = 5.0
 
 
 def ledger(busy_frac: float, most: float | None = None) -> Any:
-    return SimpleNamespace(busy_frac=busy_frac, busy_most_frac=most)
+    return SimpleNamespace(busy_frac=busy_frac, busy_most_frac=most, world_size=1)
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,14 @@ def test_a_run_has_a_ledger(run: Run) -> None:
     assert with_ledger(run.record, None, "why").ledger_reason == "why"
 
 
+def test_of_several_ranks_it_says_whose_it_is_and_how_to_see_all(run: Run) -> None:
+    assert not any("analyze" in note for note in with_ledger(run.record, run.made()[0], None).notes)
+    run.rank = dataclasses.replace(run.rank, world_size=8)
+    note = with_ledger(run.record, run.made()[0], None).notes[-1]
+    assert note.startswith("the ledger is that of rank 0 of 8. All ranks together")
+    assert "flopwise analyze RUN" in note
+
+
 def test_steps_of_a_window_that_held_something_else_are_not_in_its_mean(run: Run) -> None:
     heavy = run.windows["heavy"]
     marks = [*heavy.marks_ns[:5], *(ns + 10**9 for ns in heavy.marks_ns[5:])]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import BrokenExecutor, Executor, Future
 from typing import Any, TypeVar
 
 from flopwise.errors import UsageError
 
 T = TypeVar("T")
-#: A task whose machine is lost is run again so often.
+#: A task whose machine is lost is run again so often. Source: Ray's own default for tasks.
 RETRIES = 3
-PATIENCE_S = 5.0
+PATIENCE_S = 5.0  # for the answer of a cluster
 
 
 def _answers(address: str) -> None:
@@ -51,6 +51,7 @@ class Ray(Executor):
             ) from error
         _answers(address)
         self._ray: Any = ray
+        self._lost, self._raised = ray.exceptions.RayError, ray.exceptions.RayTaskError
         self._joined = not ray.is_initialized()
         try:
             if self._joined:
@@ -64,9 +65,21 @@ class Ray(Executor):
             raise UsageError(f"--ray {address}: no cluster answers there ({first})") from error
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """Returns the future of a task of the cluster."""
+        """Returns the future of a task of the cluster; its exception is a BrokenExecutor where the cluster lost it for good."""
         task = self._ray.remote(max_retries=RETRIES, num_cpus=1)(fn)
-        future: Future[T] = task.remote(*args, **kwargs).future()
+        future: Future[T] = Future()
+
+        def settle(of: Future[T]) -> None:
+            error = of.exception()
+            if error is None:
+                future.set_result(of.result())
+            elif isinstance(error, self._lost) and not isinstance(error, self._raised):
+                first = (str(error).splitlines() or [""])[0]
+                future.set_exception(BrokenExecutor(f"{type(error).__name__}: {first}"))
+            else:
+                future.set_exception(error)
+
+        task.remote(*args, **kwargs).future().add_done_callback(settle)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 
 from flopwise.diagnosis.ledger.build import Given
@@ -53,7 +53,7 @@ def read_rank(stage: Stage) -> RankSummary:
     )
     try:
         if source.kind == "run":
-            return summary_of_rank(source.path, source.rank or 0, stage.peak)
+            return summary_of_rank(source.path, source.rank or 0, stage.peak, ledger=stage.ledger)
         if source.kind == "nsys":
             trace = read_nsys(source.path)
             return replace(summary_of(trace, wanted), notes=notes_of(trace))
@@ -76,7 +76,7 @@ def read_ranks(
 
     Args:
         sources: of each rank one.
-        device: in each trace (None: the busiest).
+        device: in each trace (None: the busiest); a run folder knows each rank's.
         peak: of the device, instead of the table's.
         ledgers: False: health and the calls alone, in less than half the time.
         executor: maps the ranks over processes or machines; None: over the cores of this one.
@@ -84,7 +84,7 @@ def read_ranks(
 
     Raises:
         SourceConflict: two of them are of the same rank.
-        FlopwiseError: none of them can be read.
+        FlopwiseError: none of them can be read, or what reads them was ended from outside.
     """
     stages = [Stage(one, device, peak, ledgers) for one in sources if one.kind in TRACES]
     with contextlib.ExitStack() as stack:
@@ -92,7 +92,9 @@ def read_ranks(
             executor = stack.enter_context(_pool(workers(len(stages))))
         found = list(_mapped(stages, executor, told))
     if found and all(one.ledger is None and one.reason and not one.events for one in found):
-        raise FlopwiseError(found[0].reason or "nothing could be read")
+        first = found[0].reason or "nothing could be read"
+        many = f"none of {len(found)} ranks can be read; the first: " if len(found) > 1 else ""
+        raise FlopwiseError(f"{many}{first}")
     settled(_as_read(sources, found))  # ranks that only the whole file tells may be claimed twice
     return found
 
@@ -169,3 +171,8 @@ def _mapped(
             yield future.result()
         except FlopwiseError as error:
             yield not_read(Wanted(str(stage.source.path), stage.source.rank), str(error))
+        except BrokenExecutor as error:
+            raise FlopwiseError(
+                f"{stage.source.path}: what read it was ended from outside ({error}), as where memory runs out. Read fewer ranks at "
+                "once (on Linux: taskset -c 0 flopwise analyze ...), or without ledgers (--no-ledger)"
+            ) from error

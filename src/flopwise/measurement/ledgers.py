@@ -36,7 +36,7 @@ def with_ledger(record: RunRecord, ledger: LedgerRecord | None, reason: str | No
         record,
         ledger=ledger,
         findings=_merged(record, ledger),
-        notes=[*record.notes, *contradictions(record, ledger)],
+        notes=[*record.notes, *contradictions(record, ledger), *_of_one(ledger)],
     )
 
 
@@ -59,12 +59,7 @@ def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Contex
         LedgerError: there are no windows, or no work in them.
         TraceError: a window cannot be read.
     """
-    profile = rank.profile
-    if profile is None:
-        raise LedgerError("no windows were profiled (--no-profile)")
-    noted = {window.kind: window for window in profile.windows}
-    if "heavy" not in noted:
-        raise LedgerError(f"operators were not profiled: {_why_none(profile)}")
+    profile, noted = windows_of(rank)
     windows = {kind: _window(folder, window) for kind, window in noted.items() if kind != "stacks"}
     heavy = windows["heavy"]
     light = windows.get("light")
@@ -102,16 +97,32 @@ def ledger_of(record: RunRecord, rank: RankRecord, folder: Path, context: Contex
         trace=path,
         rank=rank.rank,
         world_size=rank.world_size,
-        notes=[*ledger.notes, *profile.notes, *_of_one(rank)],
+        notes=[*ledger.notes, *profile.notes],
     )
 
 
-def _of_one(rank: RankRecord) -> list[str]:
-    """Returns that a ledger is one rank's, where there are others."""
-    if rank.world_size == 1:
+def windows_of(rank: RankRecord) -> tuple[Profile, dict[str, ProfiledWindow]]:
+    """Returns what a rank's profiler did, and its windows by kind; that of operators is among them.
+
+    Raises:
+        LedgerError: it is not.
+    """
+    profile = rank.profile
+    if profile is None:
+        raise LedgerError("no windows were profiled (--no-profile)")
+    noted = {window.kind: window for window in profile.windows}
+    if "heavy" not in noted:
+        raise LedgerError(f"operators were not profiled: {_why_none(profile)}")
+    return profile, noted
+
+
+def _of_one(ledger: LedgerRecord) -> list[str]:
+    """Returns that a ledger is one rank's, where there are others, and how to see them together."""
+    if ledger.world_size is None or ledger.world_size <= 1:
         return []
     return [
-        f"the ledger is that of rank {rank.rank} of {rank.world_size}: the windows of the others are in the run folder"
+        f"the ledger is that of rank {ledger.rank} of {ledger.world_size}. All ranks together, with who waits for whom and why: "
+        "flopwise analyze RUN, with the folder of this run"
     ]
 
 

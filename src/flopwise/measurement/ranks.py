@@ -6,46 +6,46 @@ from dataclasses import replace
 from pathlib import Path
 
 from flopwise import summary
-from flopwise.diagnosis.ledger.build import Given, LedgerError
+from flopwise.diagnosis.ledger.build import Given
 from flopwise.diagnosis.ledger.windows import Window
 from flopwise.diagnosis.ranks.collect import Wanted, no_ledger, summary_of
 from flopwise.diagnosis.ranks.summary import RankSummary
 from flopwise.errors import FlopwiseError, RunFolderError
 from flopwise.hardware.accelerators import Peak
 from flopwise.launch import folder as folders
-from flopwise.measurement.ledgers import ledger_of, read_window
+from flopwise.measurement.ledgers import ledger_of, read_window, windows_of
 from flopwise.records import rank as rank_records
 from flopwise.records import store
 from flopwise.records.rank import RankRecord
 from flopwise.records.run import SCHEMA, RunRecord
 
 
-def summaries_of(folder: Path, peak: Peak | None = None) -> list[RankSummary]:
-    """Returns the ranks of a run folder.
+def summary_of_rank(
+    folder: Path, rank: int, peak: Peak | None = None, *, ledger: bool = True
+) -> RankSummary:
+    """Returns one rank of a run folder; one whose operators were not profiled with the reason and without calls.
 
-    Raises:
-        RunFolderError: no rank has written there.
-        RecordError: a record is damaged.
-    """
-    ranks = _ranks(folder)
-    context = summary.Context(command=[], script="", peak=peak)
-    record = _record(folder, ranks, context)
-    return [_summary(folder, one, record, context) for one in ranks]
-
-
-def summary_of_rank(folder: Path, rank: int, peak: Peak | None = None) -> RankSummary:
-    """Returns one rank of a run folder.
+    Args:
+        folder: of the run.
+        rank: its number.
+        peak: of the device, instead of the table's.
+        ledger: False: the calls alone.
 
     Raises:
         RunFolderError: that rank has not written there.
         RecordError: a record is damaged.
     """
     ranks = _ranks(folder)
-    found = [one for one in ranks if one.rank == rank]
-    if not found:
+    found = next((one for one in ranks if one.rank == rank), None)
+    if found is None:
         raise RunFolderError(f"{folder}: rank {rank} has written no record there")
     context = summary.Context(command=[], script="", peak=peak)
-    return _summary(folder, found[0], _record(folder, ranks, context), context)
+    record = _record(folder, ranks, context)
+    try:
+        return _summary(folder, found, record, context, ledger=ledger)
+    except FlopwiseError as error:
+        wanted = Wanted(str(folder), found.rank, found.world_size)
+        return no_ledger(wanted, f"{folder}, rank {rank}: {error}")
 
 
 def _ranks(folder: Path) -> list[RankRecord]:
@@ -65,29 +65,34 @@ def _record(folder: Path, ranks: list[RankRecord], context: summary.Context) -> 
 
 
 def _summary(
-    folder: Path, rank: RankRecord, record: RunRecord, context: summary.Context
+    folder: Path, rank: RankRecord, record: RunRecord, context: summary.Context, *, ledger: bool
 ) -> RankSummary:
-    path = str(folder)
-    noted = {window.kind: window for window in rank.profile.windows} if rank.profile else {}
-    wanted = Wanted(path, rank.rank, rank.world_size)
-    if "heavy" not in noted:
-        return no_ledger(wanted, "its operators were not profiled")
-    try:
-        trace = read_window(folder, noted["heavy"])
-        window = Window.of(trace, noted["heavy"])
-    except FlopwiseError as error:
-        return no_ledger(wanted, str(error))
-    try:
-        ledger = ledger_of(record, rank, folder, context)
-        reason = None
-    except LedgerError as error:
-        ledger, reason = None, str(error)
-    device = rank.device_index if rank.device_type == "cuda" else None
-    wanted = replace(wanted, device=device, given=Given(cut=window.cut, peak=context.peak))
-    found = summary_of(trace, wanted, ledger)
+    """Returns a rank by its windows.
+
+    Raises:
+        LedgerError: its operators were not profiled.
+        TraceError: the window with them cannot be read.
+    """
+    noted = windows_of(rank)[1]["heavy"]
+    trace = read_window(folder, noted)
+    wanted = Wanted(
+        str(folder),
+        rank.rank,
+        rank.world_size,
+        rank.device_index if rank.device_type == "cuda" else None,
+        Given(cut=Window.of(trace, noted).cut, peak=context.peak),
+        ledger,
+    )
+    undisturbed, without = None, []
+    if ledger:
+        try:
+            undisturbed = ledger_of(record, rank, folder, context)
+        except FlopwiseError as error:
+            without = [f"without undisturbed steps: {error}"]
+    found = summary_of(trace, wanted, undisturbed)
     return replace(
         found,
         device_name=rank.telemetry.name or found.device_name,
         sm_mhz=rank.telemetry.sm_mhz,
-        notes=[*found.notes, *([f"without undisturbed steps: {reason}"] if reason else [])],
+        notes=[*found.notes, *without],
     )

@@ -49,7 +49,7 @@ SPANS = 6  # of ranks that are listed
 
 def title(record: JobRecord) -> str:
     """Returns the command that would show this again, with the folder of its sources where they have one in common."""
-    sources = record.sources
+    sources = list(dict.fromkeys(record.sources))
     if len(sources) > 1:
         folders = {path.rpartition("/")[0] for path in sources}
         if len(folders) == 1 and (folder := folders.pop()):
@@ -77,13 +77,24 @@ def step(record: JobRecord) -> list[Piece]:
     """Returns the step time and how far the ranks lie apart."""
     if record.step_s is None:
         return [(absent(record, "steps"), WARN), *because(record, "steps")]
-    said: list[Piece] = [(figures.duration(record.step_s), "bold"), "mean over ranks, profiled"]
-    if len(record.ranks) == 1:
-        said[1] = "profiled"
+    how = "profiled" if profiled(record) else "undisturbed"
     each = [one.step_s for one in record.ranks if one.step_s is not None]
+    said: list[Piece] = [
+        (figures.duration(record.step_s), "bold"),
+        how if len(record.ranks) == 1 else f"mean over ranks, {how}",
+    ]
     if len(each) > 1:
         said.append(f"ranks {figures.duration(min(each))} to {figures.duration(max(each))}")
+    if not profiled(record) and record.recorded_step_s is not None:
+        recorded = figures.duration(record.recorded_step_s)
+        said.append(f"calls, waiting and links are those of profiled steps of {recorded}")
     return said
+
+
+def profiled(record: JobRecord) -> bool:
+    """Whether the step is that of recordings with a profiler on, as of all traces but those of a live run."""
+    ledgers = [one.ledger for one in record.ranks if one.ledger is not None]
+    return not ledgers or any(one.profiled for one in ledgers)
 
 
 def mfu(record: JobRecord) -> list[Piece]:

@@ -111,7 +111,7 @@ def job_of(found: Sequence[RankSummary], notes: Sequence[str] = ()) -> JobRecord
     record = JobRecord(
         schema=SCHEMA,
         flopwise=__version__,
-        sources=[one.path for one in ranks],
+        sources=list(dict.fromkeys(one.path for one in ranks)),
         world_size=max((one.world_size for one in ranks if one.world_size), default=None),
         device_name=names.pop() if len(names) == 1 else None,
         step_s=float(np.mean(lengths)) if lengths else None,
@@ -142,7 +142,12 @@ def _row(ranks: Sequence[RankSummary]) -> accelerators.Accelerator | None:
 
 
 def _notes(ranks: Sequence[RankSummary]) -> list[str]:
-    return [f"{one.path}: {note}" for one in ranks for note in one.notes]
+    shared = len({one.path for one in ranks}) < len(ranks)  # a run folder has all its ranks
+    return [
+        f"{one.path}{f', rank {one.rank}' if shared else ''}: {note}"
+        for one in ranks
+        for note in one.notes
+    ]
 
 
 def _stragglers(

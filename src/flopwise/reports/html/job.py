@@ -103,7 +103,11 @@ def _ledger(record: JobRecord) -> list[Html | None]:
         said = [*why, *([reason] if reason else [])]
         verdict = "Ledger withheld" if why else "No ledger"
         return [el("section.verdict", el("b", verdict), ": ", pieces(said))]
-    said_of = words.of_ranks(record) or f"mean of {figures.counted(record.steps, 'profiled step')}"
+    said_of = words.of_ranks(record) or (
+        f"mean of {figures.counted(record.steps, 'profiled step')}"
+        if words.profiled(record)
+        else "mean of undisturbed steps"
+    )
     return [
         lines.section(record.lines, record.step_s, record.findings, said_of),
         el("p.dim", record.lines_reason) if record.lines_reason else None,
