@@ -353,7 +353,7 @@ def _clean(value: Any) -> Any:
             value.encode()
         except UnicodeEncodeError:
             if any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in value):
-                return value.encode("utf-8", "replace").decode()
+                return value.encode("utf-8", "backslashreplace").decode()
             return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         return value
     if isinstance(value, dict):
