@@ -347,7 +347,7 @@ _FIELDS = {f.encode_name: f for f in msgspec.structs.fields(Args)}
 
 
 def _clean(value: Any) -> Any:
-    """Returns a JSON value in which bytes that are no UTF-8, and halves of surrogate pairs, are replaced."""
+    """Returns a JSON value in which bytes that are no UTF-8 are replaced, and halves of surrogate pairs written as numbers."""
     if isinstance(value, str):
         try:
             value.encode()
