@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from flopwise._version import __version__
 from flopwise.diagnosis.ledger.build import families_of
@@ -15,12 +16,13 @@ from flopwise.diagnosis.ranks.clocks import Clocks, align
 from flopwise.diagnosis.ranks.jobfindings import findings_of
 from flopwise.diagnosis.ranks.matching import Matching, match
 from flopwise.diagnosis.ranks.stragglers import caused, named
-from flopwise.diagnosis.ranks.summary import RankSummary
+from flopwise.diagnosis.ranks.summary import Calls, RankSummary
 from flopwise.diagnosis.ranks.traffic import kinds, links, redundant, step_s_of, steps_of
 from flopwise.diagnosis.ranks.waits import Waits, waits
 from flopwise.hardware import accelerators
 from flopwise.records.job import SCHEMA, Health, JobRecord, RankRecord, Straggler
 from flopwise.records.ledger import FAMILIES, LedgerRecord, Line
+from flopwise.trace.intervals import Spans, union
 
 
 @dataclass(frozen=True)
@@ -182,12 +184,15 @@ def _rank(
     inside = calls.step >= 0
     each = 1e-9 / n if n else 0.0
     ns = calls.end_ns - calls.start_ns
+    talking = union(calls.start_ns[inside], calls.end_ns[inside])
     wait = wait_frac = None
     if waited is not None and not withheld.of(p, "waits"):
         wait_frac = waited.share_of(p, ns)
         mine = waited.wait_ns[p]
         if (mine[inside] >= 0).any():
-            wait = float(mine[inside & (mine >= 0)].sum()) * each
+            known = inside & (mine >= 0)
+            waiting = union(calls.start_ns[known], calls.start_ns[known] + mine[known])
+            wait = waiting.total_ns * each  # in several calls at once it waits once
     ledger, reason = one.ledger, one.reason
     if ledger is not None and withheld.of(p, "ledger"):
         ledger, reason = None, f"withheld: {withheld.why_of(p, 'ledger')}"
@@ -204,8 +209,8 @@ def _rank(
         ledger_reason=reason,
         calls=len(calls),
         matched=sum(p in m.ranks for m in matching.matched),
-        communication_s=float(ns[inside].sum()) * each if n else None,
-        exposed_s=float(calls.exposed_ns[inside].sum()) * each
+        communication_s=talking.total_ns * each if n else None,
+        exposed_s=(talking.total_ns - _hidden(calls, inside).total_ns) * each
         if n and not withheld.of(p, "overlap")
         else None,
         wait_s=wait,
@@ -214,6 +219,14 @@ def _rank(
         notes=list(one.notes),
         wait_frac=wait_frac,
     )
+
+
+def _hidden(calls: Calls, chosen: npt.NDArray[np.bool_]) -> Spans:
+    """Returns when compute ran beside some of a rank's calls."""
+    of = np.repeat(np.arange(len(calls)), np.diff(calls.covered_from))
+    kept = chosen[of]
+    begin = calls.start_ns[of][kept]
+    return union(begin + calls.covered[kept, 0], begin + calls.covered[kept, 1])
 
 
 def _length_s(one: RankSummary) -> float:
