@@ -111,7 +111,7 @@ def _of_one(rank: RankRecord) -> list[str]:
     if rank.world_size == 1:
         return []
     return [
-        f"the ledger is that of rank {rank.rank} of {rank.world_size}: the windows of the others are in the run folder"
+        f"the ledger is that of rank {rank.rank} of {rank.world_size}: flopwise analyze of the run folder lays all of them on one another"
     ]
 
 

@@ -13,6 +13,7 @@ from flopwise.diagnosis.ranks.summary import RankSummary
 from flopwise.errors import FlopwiseError, RunFolderError
 from flopwise.hardware.accelerators import Peak
 from flopwise.launch import folder as folders
+from flopwise.measurement import ceilings
 from flopwise.measurement.ledgers import ledger_of, read_window
 from flopwise.records import rank as rank_records
 from flopwise.records import store
@@ -28,7 +29,7 @@ def summaries_of(folder: Path, peak: Peak | None = None) -> list[RankSummary]:
         RecordError: a record is damaged.
     """
     ranks = _ranks(folder)
-    context = summary.Context(command=[], script="", peak=peak)
+    context = _context(ranks, peak)
     record = _record(folder, ranks, context)
     return [_summary(folder, one, record, context) for one in ranks]
 
@@ -44,8 +45,15 @@ def summary_of_rank(folder: Path, rank: int, peak: Peak | None = None) -> RankSu
     found = [one for one in ranks if one.rank == rank]
     if not found:
         raise RunFolderError(f"{folder}: rank {rank} has written no record there")
-    context = summary.Context(command=[], script="", peak=peak)
+    context = _context(ranks, peak)
     return _summary(folder, found[0], _record(folder, ranks, context), context)
+
+
+def _context(ranks: list[RankRecord], peak: Peak | None) -> summary.Context:
+    """Returns what is known besides the records: the ceilings of the device, if they were measured."""
+    lead = min(ranks, key=lambda one: one.rank)
+    known = ceilings.of_rank(lead, [], may_measure=False, quiet=True)
+    return summary.Context(command=[], script="", peak=peak, ceilings=known)
 
 
 def _ranks(folder: Path) -> list[RankRecord]:
