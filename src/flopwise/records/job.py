@@ -65,9 +65,11 @@ class RankRecord:
     ledger_reason: str | None  # why there is none
     calls: int  # collectives and point-to-point calls on the device
     matched: int  # of them, on all ranks of their group
-    communication_s: float | None  # a step, exposed or not
-    exposed_s: float | None  # a step
-    wait_s: float | None  # a step, of communication_s; None: withheld
+    communication_s: (
+        float | None
+    )  # a recorded step, exposed or not; several calls at once count once
+    exposed_s: float | None  # of it, without compute at the same time
+    wait_s: float | None  # of communication_s, while no call moved data; None: withheld
     clock_offset_s: float | None  # of its clock to that of the first rank
     clock_error_s: float | None  # of that
     notes: list[str] = field(default_factory=list)
@@ -98,6 +100,7 @@ class CollectiveKind:
     of_link_frac: float | None  # bus bandwidth over what the link can do
     kernels: list[str] = field(default_factory=list)
     redundant: str | None = None  # why it moves nothing new, where it does not
+    exposed_transfer_s: float | None = None  # of transfer_s, without compute at the same time
 
 
 @dataclass(frozen=True)
@@ -131,13 +134,13 @@ class Straggler:
     """A rank for which the others wait."""
 
     rank: int
-    #: How long the ranks of its groups waited in the calls to which it came last: mean over these ranks, itself with 0, and summed
-    #: over all matched calls of the traces. Over ranks it sums to the job's mean wait.
+    #: How long ranks waited in the calls to which it came last: mean over all ranks that were read, and summed over all matched calls of
+    #: the traces. Over stragglers and all others it sums to the mean wait of a rank.
     caused_s: float
     ci95: tuple[float, float] | None  # of it
     share_frac: float  # of all waiting that any rank caused
     last_frac: float  # how often it was the last, of all matched calls: not what counts
-    reason: str  # "host" | "input" | "kernels" | "clock" | "work" | "communication" | "not known"
+    reason: str  # "host" | "input" | "kernels" | "clock" | "work" | "not known"
     reasons_s: dict[str, float]  # caused_s by reason, as far as it has one
     evidence: str
     where: list[str] = field(default_factory=list)
@@ -155,7 +158,7 @@ class JobRecord:
     sources: list[str]  # the files that were read
     world_size: int | None
     device_name: str | None
-    step_s: float | None  # mean over ranks
+    step_s: float | None  # mean over ranks; of a live run undisturbed
     steps: int  # that all ranks have
     ranks: list[RankRecord]  # by rank
     lines: list[Line]  # of the job: mean over ranks, line by line
@@ -176,3 +179,5 @@ class JobRecord:
     untrusted_because: list[str] = field(
         default_factory=list
     )  # of the ranks' ledgers, each reason once
+    #: Mean over ranks of the steps in which calls were recorded; of a live run they are slower than `step_s`: a profiler was on.
+    recorded_step_s: float | None = None

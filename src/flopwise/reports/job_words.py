@@ -32,7 +32,6 @@ REASONS = {
     "kernels": "its kernels are slower",
     "clock": "its clock is lower",
     "work": "it has more work",
-    "communication": "its own communication",
     "not known": "reason not known",
 }
 #: Traffic that moves nothing new, in words.
@@ -53,6 +52,8 @@ def title(record: JobRecord) -> str:
     sources = record.sources
     if len(sources) > 1:
         folders = {path.rpartition("/")[0] for path in sources}
+        if len(set(sources)) == 1:  # a run folder, of all its ranks
+            return f"flopwise analyze {sources[0]}"
         if len(folders) == 1 and (folder := folders.pop()):
             return f"flopwise analyze {folder}"
     return f"flopwise analyze {figures.few(sources, 2)}".rstrip()

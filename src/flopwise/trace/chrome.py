@@ -27,6 +27,7 @@ from flopwise.trace.table import ABSENT, Builder, Collective, Events
 EXACT_FLOAT_US = 2.0**43
 #: Times are ns in 64 bits, and so are their sums: what is not below this (146 years) is no time.
 LIMIT_NS = 2**62
+MOST_ADDRESSES = 1 << 16  # characters of a list of addresses that are kept
 MOST_DEVICES = 32767  # what the table's column holds; no host has so many
 Progress = Callable[[int], None]
 
@@ -62,6 +63,8 @@ class Args(msgspec.Struct, gc=False):
     ranks: str = msgspec.field(default="", name="Process Group Ranks")
     collective_sequence: Int64 = msgspec.field(default=ABSENT, name="Seq")
     peer: Int64 = msgspec.field(default=ABSENT, name="Dst Rank")
+    #: Only where torch is told to record addresses. Source: torch/csrc/profiler/util.h, `kInTensorsStart`.
+    tensors: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Tensors start")
     kernel_file: str = ""
     kernel_name: str = ""
     kernel_backend: str = ""
@@ -291,6 +294,7 @@ def _collective(a: Args) -> Collective:
         a.ranks,
         a.collective_sequence,
         a.peer,
+        bytes(a.tensors)[:MOST_ADDRESSES].decode("ascii", "ignore"),
     )
 
 

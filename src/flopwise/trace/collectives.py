@@ -12,7 +12,7 @@ from flopwise.trace.table import Collective
 #: (ProcessGroupNCCL.cpp, `RECORD_PARAM_COMMS` and profiling titles), names of NCCL's kernels ("ncclDevKernel_AllReduce_Sum_f32_RING_LL").
 _OPS = (
     ("reduce_scatter", ("reducescatter", "reduce_scatter")),
-    ("all_reduce", ("allreduce", "all_reduce", "multimem_all_reduce")),
+    ("all_reduce", ("allreduce", "all_reduce", "cross_device_reduce")),
     ("all_gather", ("allgather", "all_gather")),
     ("all_to_all", ("alltoall", "all_to_all")),
     ("send", ("send",)),
@@ -37,6 +37,7 @@ DTYPE_WORDS = {
 }  # fmt: skip
 _RANKS = re.compile(r"-?\d+")
 _MOST_RANKS = 1 << 16
+_ADDRESS = re.compile(r"\d{1,20}")
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Moved:
     members: tuple[int, ...]  # ranks of the group; () where not known
     sequence: int  # -1: not recorded
     peer: int  # -1: none
+    tensors: tuple[int, ...] = ()  # addresses of what it is given; () where not recorded
 
 
 @lru_cache(maxsize=4096)
@@ -100,6 +102,7 @@ def moved(said: Collective | None, kernel: str) -> Moved:
         members_of(said.ranks),
         said.sequence,
         said.peer,
+        tuple(map(int, _ADDRESS.findall(said.tensors))),
     )
 
 

@@ -63,6 +63,7 @@ class Collective(NamedTuple):
     ranks: str
     sequence: int
     peer: int
+    tensors: str = ""  # addresses of what it is given, as text: "[139637976727552]"
 
 
 class Triton(NamedTuple):

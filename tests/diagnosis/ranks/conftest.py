@@ -68,6 +68,7 @@ def made(
         step=step.astype(np.int64),
         backward=np.asarray([call.get("pass", -1) >= 0 for call in calls], bool),
         backward_pass=np.asarray(column("pass", -1), np.int64),
+        updates=np.asarray(column("updates", False), bool),
         tensors=column("tensors", ()),
         before=before,
         place=column("place", ""),

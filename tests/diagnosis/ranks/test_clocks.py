@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from flopwise.diagnosis.ranks.clocks import align
-from flopwise.diagnosis.ranks.matching import match
+from flopwise.diagnosis.ranks.clocks import Clocks, align
+from flopwise.diagnosis.ranks.matching import Matched, match
 
 
 def job(rank: Any, offsets_us: list[float], n: int = 9, op: str = "all_reduce") -> list[Any]:
@@ -66,6 +66,24 @@ def test_calls_that_the_first_rank_may_leave_early_count_only_where_there_are_no
         one.calls.op[:6] = ["broadcast"] * 6
         one.calls.end_ns[:6] += 9_000 * (one.rank or 0)
     assert align(match(mixed).matched, mixed).of(1) == 20_000
+
+
+def test_what_is_said_of_a_clock_is_from_that_of_the_first_rank(rank: Any) -> None:
+    ranks = [rank(0, []), *job(rank, [2.0, 5.0, 2.0])]
+    matched = [
+        Matched(tuple(p + 1 for p in one.ranks), one.calls) for one in match(ranks[1:]).matched
+    ]
+    found = align(matched, ranks)
+    assert found.from_first(0) is None  # it has no calls
+    assert found.from_first(1) == (0.0, 0.0)
+    assert found.from_first(2) == (3000.0, 0.0)
+    unsure = Clocks({0: 500, 1: -500}, {0: 30.0, 1: 40.0})
+    assert unsure.from_first(1) == (-1000.0, 50.0)
+
+
+def test_an_offset_that_is_not_sure_moves_nothing() -> None:
+    clocks = Clocks({0: 400, 1: 600}, {0: 100.0, 1: 100.0})
+    assert (clocks.of(0), clocks.of(1)) == (0, 600)
 
 
 def test_a_rank_without_common_calls_has_no_offset(rank: Any) -> None:

@@ -68,6 +68,41 @@ def test_the_lines_of_the_job_are_the_mean_and_sum_to_the_step(summaries: Any) -
     assert "comm_unsplit" not in lines
 
 
+def test_two_calls_at_once_are_exposed_once_and_their_parts_sum_to_the_line(timelines: Any) -> None:
+    """While a call of one group waits, one of another moves data: the device is not kept by the waiting."""
+    found = []
+    for r, late in enumerate((0, 100)):
+        t = timelines()
+        for k in range(6):
+            at = 1000.0 + STEP * k
+            t.kernel("gemm", at + 20, 200, at=at)
+            for name, start, end in (("0", 320 + late, 520), ("1", 340, 500)):
+                words = {
+                    **WORDS, "Process Group Name": name, "Group size": 2, "Process Group Ranks": "[0, 1]"
+                }  # fmt: skip
+                op = t.op("record_param_comms", at + 250 + 20 * int(name), 10, **words)
+                t.kernel(
+                    NCCL, at + start, end - start, at=at + 252 + 20 * int(name), op=op,
+                    stream=20 + int(name), **words,
+                )  # fmt: skip
+            t.optimizer(at + 705, 40)
+            t.kernel("update", at + 720, 200, at=at + 710)
+        t.on("NVIDIA H100 80GB HBM3")
+        t.header["distributedInfo"] = {"backend": "nccl", "rank": r, "world_size": 2}
+        path = t.write(f"rank{r}.json")
+        found.append(summary_of(read(path), Wanted(str(path))))
+    whole = {line.name: line.s for line in found[0].ledger.lines}["comm_unsplit"]
+    assert whole == pytest.approx(200e-6)
+    first = job_of(found).ranks[0]
+    lines = {line.name: line.s for line in first.ledger.lines}  # type: ignore[union-attr]
+    assert lines["comm_wait"] == pytest.approx(20e-6)  # until the other group's call began
+    assert lines["comm_transfer"] == pytest.approx(180e-6)
+    assert lines["comm_wait"] + lines["comm_transfer"] == pytest.approx(whole, rel=1e-12)
+    assert first.communication_s == first.exposed_s == pytest.approx(200e-6)
+    assert first.wait_s == pytest.approx(20e-6)
+    assert first.wait_frac == pytest.approx(100 / 360)  # of its calls, each by itself
+
+
 def test_the_straggler_is_named_with_its_reason_and_amount(summaries: Any) -> None:
     job = job_of(summaries(0, 200, 0, 0))
     (found,) = job.stragglers

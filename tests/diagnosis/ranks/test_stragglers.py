@@ -21,6 +21,7 @@ def job(
     before: list[dict[str, float]] | None = None,
     n: int = 20,
     kernels: list[dict[str, tuple[float, float]]] | None = None,
+    sm_mhz: list[float | None] | None = None,
 ) -> list[Straggler]:
     """A job of one call a step, to which each rank comes so late; all leave it together, 50 after the last."""
     world = len(late_us)
@@ -35,7 +36,8 @@ def job(
             }
             for k in range(n)
         ]
-        fields = {"kernels": kernels[r]} if kernels else {}
+        fields: dict[str, Any] = {"kernels": kernels[r]} if kernels else {}
+        fields["sm_mhz"] = sm_mhz[r] if sm_mhz else None
         ranks.append(
             rank(r, calls, world=world, steps=[STEP_US * k for k in range(n + 1)], **fields)
         )
@@ -91,6 +93,22 @@ def test_why_a_rank_computes_longer(
     before = [{"compute": 100.0}, {"compute": 100.0}, {"compute": 400.0}]
     (found,) = job(rank, [0, 0, 300], before, kernels=[USUAL, USUAL, mine])
     assert (found.rank, found.reason) == (2, reason)
+
+
+@pytest.mark.parametrize(
+    ("sm_mhz", "reason"),
+    [
+        ([1980.0, 1980.0, 1800.0], "clock"),
+        ([1980.0, 1980.0, 1975.0], "work"),  # as fast as the others: it has more in each kernel
+        ([1980.0, None, 1975.0], "clock"),
+    ],
+)
+def test_a_clock_that_was_read_tells_it_from_more_work(
+    rank: Any, sm_mhz: list[float | None], reason: str
+) -> None:
+    before = [{"compute": 100.0}, {"compute": 100.0}, {"compute": 400.0}]
+    (found,) = job(rank, [0, 0, 300], before, kernels=[USUAL, USUAL, SLOW], sm_mhz=sm_mhz)
+    assert found.reason == reason
 
 
 def test_who_is_last_most_often_is_not_named_for_that(rank: Any) -> None:

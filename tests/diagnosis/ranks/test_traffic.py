@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from flopwise.diagnosis.ranks.clocks import Clocks
-from flopwise.diagnosis.ranks.matching import match
+from flopwise.diagnosis.ranks.matching import Matched, match
 from flopwise.diagnosis.ranks.traffic import kinds, links, redundant
 from flopwise.diagnosis.ranks.waits import waits
 from flopwise.hardware import accelerators
@@ -55,9 +55,20 @@ def test_a_kind_has_its_time_and_its_bandwidth(rank: Any) -> None:
     assert used.step_average_frac == pytest.approx((20 + 15) * MB / 3e-3 / 450e9, rel=1e-3)
 
 
+def test_waiting_that_is_exposed_is_no_exposed_transfer(rank: Any) -> None:
+    early = rank(0, [{"start": 0, "end": 100, "covered": [(60, 90)]}], steps=[0, 1000])
+    late = rank(1, [{"start": 60, "end": 100, "covered": [(0, 30)]}], steps=[0, 1000])
+    waited = waits([Matched((0, 1), (0, 0))], [early, late], Clocks({}, {}))
+    (one,) = kinds([early, late], waited, 450e9, {})
+    assert (one.wait_s, one.transfer_s) == (pytest.approx(30e-6), pytest.approx(40e-6))
+    assert one.exposed_s == pytest.approx((70e-6 + 10e-6) / 2)
+    assert one.exposed_transfer_s == pytest.approx(10e-6)
+
+
 def test_without_waits_there_is_no_bandwidth(rank: Any) -> None:
     (one,) = kinds(job(rank, {"nbytes": MB}), None, 450e9, {})
     assert (one.wait_s, one.transfer_s, one.bus_bytes_per_s) == (None, None, None)
+    assert one.exposed_transfer_s is None
     assert one.s == pytest.approx(100e-6)
     assert links(job(rank, {"nbytes": MB}), [one], H100).reason is not None
 
@@ -107,6 +118,14 @@ def test_broadcasts_in_every_step(rank: Any) -> None:
     for one in once:
         one.calls.op[0] = "broadcast"  # at the start alone
     assert redundant(once, None)[0] == []
+
+
+@pytest.mark.parametrize("more", [{"updates": True}, {"dtype": "i64"}])
+def test_an_optimizers_broadcasts_and_those_of_batches_are_not_redundant(
+    rank: Any, more: dict[str, Any]
+) -> None:
+    parameters = {"op": "broadcast", "nbytes": MB, **more}
+    assert redundant(job(rank, parameters, {"nbytes": 3 * MB}), None)[:2] == ([], 0.0)
 
 
 def test_no_call_tells_its_size(rank: Any) -> None:

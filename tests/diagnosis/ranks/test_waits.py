@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from flopwise.diagnosis.ranks.clocks import Clocks
 from flopwise.diagnosis.ranks.matching import Matched, match
-from flopwise.diagnosis.ranks.waits import waits
+from flopwise.diagnosis.ranks.waits import parts_of, waits
 
 NO_CLOCKS = Clocks({}, {})
 
@@ -63,6 +63,46 @@ def test_a_rank_that_waits_in_two_calls_at_once_waits_once(rank: Any) -> None:
     assert found.wait_ns[0].tolist() == [50_000, 40_000]
     assert found.others_ns == [50_000, 0]
     assert sum(found.caused_ns) == 25_000
+
+
+def test_waits_of_several_groups_count_whatever_order_the_groups_come_in(rank: Any) -> None:
+    # Rank 2 waits 1 us for rank 3, then 5 for rank 0's group, whose call rank 0 began long before: that is first in the list
+    ranks = [
+        rank(0, [{"start": 0, "end": 40}]),
+        rank(1, [{"start": 25, "end": 40}]),
+        rank(2, [{"start": 10, "end": 13}, {"start": 20, "end": 40}]),
+        rank(3, [{"start": 11, "end": 13}]),
+    ]
+    found = waits([Matched((0, 1, 2), (0, 0, 1)), Matched((2, 3), (0, 0))], ranks, NO_CLOCKS)
+    assert found.last == [1, 3]
+    assert found.caused_ns == [(25_000 + 5_000) / 4, 1_000 / 4]
+    assert found.others_ns == [15_000, 1_000]
+
+
+def test_each_instant_of_communication_belongs_to_one_part(rank: Any) -> None:
+    one = rank(
+        0,
+        [
+            {"start": 0, "end": 100, "covered": [(0, 10)]},  # waits until 60
+            {"start": 40, "end": 80, "covered": []},  # waits until 50, and moves data then
+            {"start": 90, "end": 130, "covered": [(20, 25)]},  # without a twin
+        ],
+        steps=[0, 500],
+    )
+    wait = np.asarray([60_000, 10_000, -1])
+    found = parts_of(one.calls, wait, exposed=False)
+    assert (found.transfer_ns, found.unsplit_ns, found.wait_ns) == (50_000, 30_000, 50_000)
+    found = parts_of(one.calls, wait, exposed=True)
+    assert (found.transfer_ns, found.unsplit_ns, found.wait_ns) == (50_000, 25_000, 40_000)
+    assert found.total_ns == 115_000
+    assert parts_of(one.calls, None, exposed=True).unsplit_ns == 115_000
+
+
+def test_calls_outside_the_steps_that_count_are_in_no_part(rank: Any) -> None:
+    one = rank(0, [{"start": 0, "end": 9}, {"start": 20, "end": 30}], steps=[15, 40])
+    found = parts_of(one.calls, np.asarray([3_000, 4_000]), exposed=True)
+    assert (found.transfer_ns, found.wait_ns, found.unsplit_ns) == (6_000, 4_000, 0)
+    assert parts_of(rank(0, []).calls, None, exposed=True).total_ns == 0
 
 
 def test_calls_without_a_twin_are_not_known(rank: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,8 +16,6 @@ from flopwise.diagnosis.ranks.summary import RankSummary
 Ints = npt.NDArray[np.int64]
 #: Operations that no rank leaves before all have come. Of the others (broadcast, send, ...) the first may go on early.
 TOGETHER = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier"))
-
-
 #: A difference of clocks of fewer than so many of its errors may be that of the algorithm, in which some ranks end later: clocks of one
 #: machine are one.
 SURE = 5.0
@@ -24,7 +23,7 @@ SURE = 5.0
 
 @dataclass(frozen=True)
 class Clocks:
-    """How far each rank's clock is off, and how sure that is; by position in the list of summaries, ns."""
+    """How far each rank's clock is from the middle of all, and how sure that is; by position in the list of summaries, ns."""
 
     offset_ns: dict[int, int]
     error_ns: dict[int, float]
@@ -34,9 +33,19 @@ class Clocks:
         offset = self.offset_ns.get(position, 0)
         return offset if abs(offset) > SURE * self.error_ns.get(position, 0.0) else 0
 
+    def from_first(self, position: int) -> tuple[float, float] | None:
+        """Returns how far a rank's clock is from the first rank's, and the error of that; None where it is not known."""
+        if position not in self.offset_ns:
+            return None
+        first = min(self.offset_ns)
+        if position == first:
+            return 0.0, 0.0
+        error = math.hypot(self.error_ns[position], self.error_ns[first])
+        return float(self.offset_ns[position] - self.offset_ns[first]), error
+
 
 def align(matched: Sequence[Matched], ranks: Sequence[RankSummary]) -> Clocks:
-    """Returns the clocks of ranks that have calls in common with others, to the mean of all.
+    """Returns the clocks of ranks that have calls in common with others.
 
     An offset is the median over calls of how much later the call ended there than on the median rank of it; its error is the
     median absolute deviation of these over the square root of their number, times 1.86.

@@ -28,6 +28,7 @@ from flopwise.trace.idle import CAUSES
 from flopwise.trace.intervals import Spans, covered, subtract, union
 from flopwise.trace.kinds import Kind
 from flopwise.trace.ownership import Owner, own
+from flopwise.trace.steps import optimizer_calls
 from flopwise.trace.table import Events
 
 Ints = npt.NDArray[np.int64]
@@ -186,7 +187,8 @@ def calls_of(taken: Taken, base_ns: int) -> Calls:
         step=step,
         backward=backward >= 0,
         backward_pass=backward,
-        tensors=[()] * len(at),
+        updates=_within(events, optimizer_calls(events), launched),
+        tensors=[one.tensors for one in words],
         before=_before(taken, compute, start, end),
         place=_places(events, work.op[at]),
     )
@@ -293,6 +295,13 @@ def backward_passes(events: Events) -> Spans:
     last = np.append(first[1:], True)
     ends = np.append(forward, max(int(events.end_ns.max()), int(spans.end[-1])))
     return Spans(spans.start[first], np.maximum(spans.end[last], ends[after[last]]))
+
+
+def _within(events: Events, rows: Ints, at_ns: Ints) -> npt.NDArray[np.bool_]:
+    """Returns which instants lie in one of these events."""
+    spans = union(events.start_ns[rows], events.end_ns[rows])
+    found: npt.NDArray[np.bool_] = covered(spans, at_ns, at_ns + 1) > 0
+    return found
 
 
 def _pass_of(passes: Spans, launched_ns: Ints) -> Ints:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from flopwise._version import __version__
 from flopwise.diagnosis.ledger.build import families_of
@@ -18,13 +17,12 @@ from flopwise.diagnosis.ranks.clocks import Clocks, align
 from flopwise.diagnosis.ranks.jobfindings import findings_of
 from flopwise.diagnosis.ranks.matching import Matching, match
 from flopwise.diagnosis.ranks.stragglers import caused, named
-from flopwise.diagnosis.ranks.summary import Calls, RankSummary
+from flopwise.diagnosis.ranks.summary import RankSummary
 from flopwise.diagnosis.ranks.traffic import kinds, links, redundant, step_s_of, steps_of
-from flopwise.diagnosis.ranks.waits import Waits, waits
+from flopwise.diagnosis.ranks.waits import Parts, Waits, parts_of, waits
 from flopwise.hardware import accelerators
 from flopwise.records.job import SCHEMA, Health, JobRecord, RankRecord, Straggler
 from flopwise.records.ledger import FAMILIES, LedgerRecord, Line
-from flopwise.trace.intervals import Spans, union
 
 #: Numbers in a sentence: reasons that differ in them alone are one.
 _DIGITS = re.compile(r"[\d.,]+")
@@ -113,6 +111,7 @@ def job_of(found: Sequence[RankSummary], notes: Sequence[str] = ()) -> JobRecord
     lines, lines_reason = _lines(ranks, waited, withheld)
     records = [_rank(p, one, waited, matching, clocks, withheld) for p, one in enumerate(ranks)]
     lengths = [one.step_s for one in records if one.step_s]
+    recorded = [step_s_of(ranks[p]) for p, one in enumerate(records) if one.step_s]
     names = {one.device_name for one in ranks if one.device_name}
     record = JobRecord(
         schema=SCHEMA,
@@ -138,6 +137,7 @@ def job_of(found: Sequence[RankSummary], notes: Sequence[str] = ()) -> JobRecord
         profiled=any(one.ledger.profiled for one in records if one.ledger is not None),
         untrusted_because=_untrusted(records),
         **_mfu(records, withheld),
+        recorded_step_s=float(np.mean(recorded)) if recorded else None,
     )
     return dataclasses.replace(record, findings=findings_of(record))
 
@@ -217,18 +217,15 @@ def _rank(
 ) -> RankRecord:
     n = steps_of(one)
     calls = one.calls
-    inside = calls.step >= 0
     each = 1e-9 / n if n else 0.0
-    ns = calls.end_ns - calls.start_ns
-    talking = union(calls.start_ns[inside], calls.end_ns[inside])
+    mine = None if waited is None or withheld.of(p, "waits") else waited.wait_ns[p]
+    every, exposed = (parts_of(calls, mine, exposed=only) for only in (False, True))
     wait = wait_frac = None
-    if waited is not None and not withheld.of(p, "waits"):
-        wait_frac = waited.share_of(p, ns)
-        mine = waited.wait_ns[p]
-        if (mine[inside] >= 0).any():
-            known = inside & (mine >= 0)
-            waiting = union(calls.start_ns[known], calls.start_ns[known] + mine[known])
-            wait = waiting.total_ns * each  # in several calls at once it waits once
+    if waited is not None and mine is not None:
+        wait_frac = waited.share_of(p, calls.end_ns - calls.start_ns)
+        if (mine[calls.step >= 0] >= 0).any():
+            wait = every.wait_ns * each
+    clock = clocks.from_first(p)
     ledger, reason = one.ledger, one.reason
     if ledger is not None and withheld.of(p, "ledger"):
         ledger, reason = None, f"withheld: {withheld.why_of(p, 'ledger')}"
@@ -245,24 +242,14 @@ def _rank(
         ledger_reason=reason,
         calls=len(calls),
         matched=sum(p in m.ranks for m in matching.matched),
-        communication_s=talking.total_ns * each if n else None,
-        exposed_s=(talking.total_ns - _hidden(calls, inside).total_ns) * each
-        if n and not withheld.of(p, "overlap")
-        else None,
+        communication_s=every.total_ns * each if n else None,
+        exposed_s=exposed.total_ns * each if n and not withheld.of(p, "overlap") else None,
         wait_s=wait,
-        clock_offset_s=clocks.offset_ns[p] * 1e-9 if p in clocks.offset_ns else None,
-        clock_error_s=float(clocks.error_ns[p]) * 1e-9 if p in clocks.error_ns else None,
+        clock_offset_s=None if clock is None else clock[0] * 1e-9,
+        clock_error_s=None if clock is None else clock[1] * 1e-9,
         notes=list(one.notes),
         wait_frac=wait_frac,
     )
-
-
-def _hidden(calls: Calls, chosen: npt.NDArray[np.bool_]) -> Spans:
-    """Returns when compute ran beside some of a rank's calls."""
-    of = np.repeat(np.arange(len(calls)), np.diff(calls.covered_from))
-    kept = chosen[of]
-    begin = calls.start_ns[of][kept]
-    return union(begin + calls.covered[kept, 0], begin + calls.covered[kept, 1])
 
 
 def _length_s(one: RankSummary) -> float:
@@ -277,42 +264,38 @@ def split(
     ledger = one.ledger
     if ledger is None or waited is None or withheld.of(p, "waits"):
         return ledger
-    inside = one.calls.step >= 0
-    exposed = one.calls.exposed_ns[inside].astype(float)
-    mine = waited.exposed_ns[p][inside]
-    known = mine >= 0
-    total = float(exposed.sum())
-    old = next((line for line in ledger.lines if line.name == "comm_unsplit"), None)
-    if old is None or not total or not known.any():
+    parts = parts_of(one.calls, waited.wait_ns[p], exposed=True)
+    if parts.unsplit_ns == parts.total_ns:
         return ledger
-    shares = {
-        "comm_wait": float(mine[known].sum()) / total,
-        "comm_unsplit": float(exposed[~known].sum()) / total,
-    }
-    shares["comm_transfer"] = 1 - sum(shares.values())
-    lines = []
+    lines: list[Line] = []
     for line in ledger.lines:
-        if line.name != "comm_unsplit":
-            lines.append(line)
-            continue
-        lines += [
-            _part(line, name, shares[name])
-            for name in ("comm_transfer", "comm_wait", "comm_unsplit")
-            if shares[name]
-        ]
+        lines += _split(line, parts) if line.name == "comm_unsplit" else [line]
     return dataclasses.replace(ledger, lines=lines, families=families_of(lines))
 
 
-def _part(line: Line, name: str, share: float) -> Line:
-    low, high = line.ci95
-    return Line(
-        name,
-        FAMILIES[name],
-        line.s * share,
-        (low * share, high * share),
-        line.share_frac * share,
-        line.mfu_points * share,
-    )
+def _split(line: Line, parts: Parts) -> list[Line]:
+    """Returns a line of exposed communication as the lines of its parts, which sum to it."""
+    of = {
+        "comm_transfer": parts.transfer_ns,
+        "comm_wait": parts.wait_ns,
+        "comm_unsplit": parts.unsplit_ns,
+    }
+    found = []
+    for name, ns in of.items():
+        if ns:
+            share = ns / parts.total_ns
+            low, high = line.ci95
+            found.append(
+                Line(
+                    name,
+                    FAMILIES[name],
+                    line.s * share,
+                    (low * share, high * share),
+                    line.share_frac * share,
+                    line.mfu_points * share,
+                )
+            )
+    return found
 
 
 def _lines(

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 
 from flopwise.diagnosis.ledger.findings import worth_frac
+from flopwise.diagnosis.ranks.traffic import LATENCY_BYTES
 from flopwise.records.finding import Finding
 from flopwise.records.job import JobRecord, RankRecord, Redundant, Straggler
 from flopwise.units import percent
 
-#: Less of the step than this is no finding.
+#: Less of the step than this is no finding: what a ledger's lines can show is about as fine.
 SHOWN_FRAC = 0.01
 #: A link that carries less than this of what it can, in calls of more than a megabyte, is slow. Source: all-reduces of large
 #: messages reach 78 to 82 % of NVLink's rate (stas00/ml-engineering network/README.md).
 SLOW_FRAC = 0.6
-LARGE_BYTES = 1 << 20
 MEASURED, SEEN = "measured", "seen"
 #: Said of a late host in profiled steps.
 PROFILED = ". These steps were profiled, which slows hosts, and not all alike: how much of it is left without a profiler is not known"
@@ -24,7 +24,6 @@ _WHY = {
     "kernels": "what it computes takes it longer, most of all what is named: look at what that does there, and at the device (memory errors, neighbours)",
     "clock": "its clock is lower: look at its temperature, power limit and throttling",
     "work": "it has more to do: even out the batches (by tokens, not by samples), or the layers of the pipeline",
-    "communication": "its links are slower",
     "not known": "what it does meanwhile is not in the trace",
 }
 
@@ -71,12 +70,11 @@ def _of_ranks(ranks: list[RankRecord]) -> list[Finding]:
 
 
 def _straggler(one: Straggler, job: JobRecord) -> Finding:
-    share = one.delay_s / job.step_s if job.step_s else None
     doubtful = one.reason == "host" and job.profiled
     return Finding(
         code="J101",
         cause="straggler",
-        share_frac=share,
+        share_frac=_of_step(one.delay_s, job),
         where=one.where,
         evidence=f"rank {one.rank}: {one.evidence}{PROFILED if doubtful else ''}",
         advice=_WHY.get(one.reason, _WHY["not known"]),
@@ -85,9 +83,15 @@ def _straggler(one: Straggler, job: JobRecord) -> Finding:
     )
 
 
+def _of_step(s: float, job: JobRecord) -> float | None:
+    """Returns the share of a step that seconds are which were recorded with it: of a live run not of an undisturbed one."""
+    step_s = job.recorded_step_s or job.step_s
+    return s / step_s if step_s else None
+
+
 def _share(one: Redundant, job: JobRecord) -> float:
     s = one.s if one.exposed_s is None else min(one.s, one.exposed_s)
-    return s / job.step_s if job.step_s else 0.0
+    return _of_step(s, job) or 0.0
 
 
 def _redundant(one: Redundant, job: JobRecord) -> Finding:
@@ -107,13 +111,13 @@ def _slow(job: JobRecord) -> Finding | None:
     large = [
         one
         for one in job.collectives
-        if one.of_link_frac is not None and one.nbytes is not None and one.nbytes >= LARGE_BYTES
+        if one.of_link_frac is not None and one.nbytes is not None and one.nbytes >= LATENCY_BYTES
     ]
     transfer = sum(one.transfer_s or 0.0 for one in large)
-    if not transfer or not job.step_s:
+    if not transfer:
         return None
     used = sum((one.of_link_frac or 0.0) * (one.transfer_s or 0.0) for one in large) / transfer
-    exposed = sum(min(one.exposed_s or 0.0, one.transfer_s or 0.0) for one in large) / job.step_s
+    exposed = _of_step(sum(one.exposed_transfer_s or 0.0 for one in large), job) or 0.0
     if used >= SLOW_FRAC or exposed < SHOWN_FRAC:
         return None
     worst = max(large, key=lambda one: one.transfer_s or 0.0)

@@ -45,13 +45,10 @@ class Matching:
     """All calls that were found on the ranks that belong to them."""
 
     matched: list[Matched] = field(default_factory=list)
-    by_sequence: int = 0  # of them
     shares: dict[int, float] = field(
         default_factory=dict
     )  # position -> of its calls of two ranks and more, matched
-    #: How far the ends of a matched call lie apart, median over calls, once clocks are aligned.
-    spread_ns: float = 0.0
-    #: Position -> how far its ends then lie from the middle of their calls, median.
+    #: Position -> how far the ends of its calls lie from the middle of their ranks', median, once its clock is corrected by the median.
     scatter_ns: dict[int, float] = field(default_factory=dict)
 
 
@@ -63,23 +60,18 @@ def match(ranks: Sequence[RankSummary]) -> Matching:
             lanes[key][position] = numbers
     lanes = _joined(lanes)
     matched: list[Matched] = []
-    by_sequence = 0
     for numbers_of in lanes.values():
         if len(numbers_of) < 2:
             continue
         found = _by_sequence(numbers_of, ranks)
-        if found is not None:
-            by_sequence += len(found)
-        else:
-            found = _by_content(numbers_of, ranks)
-        matched += found
+        matched += _by_content(numbers_of, ranks) if found is None else found
     matched.sort(key=lambda one: int(ranks[one.ranks[0]].calls.start_ns[one.calls[0]]))
     had: dict[int, int] = defaultdict(int)
     for one in matched:
         for position in one.ranks:
             had[position] += 1
     shares = {p: had[p] / len(rank.calls) for p, rank in enumerate(ranks) if len(rank.calls)}
-    return Matching(matched, by_sequence, shares, *_spread(matched, ranks))
+    return Matching(matched, shares, _scatter(matched, ranks))
 
 
 def _lanes(one: RankSummary) -> Iterator[tuple[Key, list[int]]]:
@@ -237,26 +229,16 @@ def _next(words: tuple[Ints, Ints], a: int, b: int) -> tuple[int, int] | None:
     return None
 
 
-def _spread(
-    matched: Sequence[Matched], ranks: Sequence[RankSummary]
-) -> tuple[float, dict[int, float]]:
-    """Returns how far apart the ends of a matched call are, median over calls, each rank's clock corrected by its median; and how
-    far each rank's ends then lie from the middle of their calls, median.
-    """
-    if not matched:
-        return 0.0, {}
+def _scatter(matched: Sequence[Matched], ranks: Sequence[RankSummary]) -> dict[int, float]:
+    """Returns how far each rank's ends lie from the middle of their calls, median, once their own median is taken away."""
     off: dict[int, list[float]] = defaultdict(list)
-    ends = []
     for one in matched:
-        row = [int(ranks[p].calls.end_ns[i]) for p, i in zip(one.ranks, one.calls, strict=True)]
-        middle = float(np.median(np.asarray(row) - row[0])) + row[0]
-        ends.append(row)
-        for p, end in zip(one.ranks, row, strict=True):
+        row = np.asarray(
+            [int(ranks[p].calls.end_ns[i]) for p, i in zip(one.ranks, one.calls, strict=True)],
+            np.int64,
+        )
+        row -= row[0]  # ns since 1970 are too many for a float
+        middle = float(np.median(row))
+        for p, end in zip(one.ranks, row.tolist(), strict=True):
             off[p].append(end - middle)
-    typical = {p: float(np.median(values)) for p, values in off.items()}
-    spreads = []
-    for one, row in zip(matched, ends, strict=True):
-        aligned = [end - row[0] - typical[p] for p, end in zip(one.ranks, row, strict=True)]
-        spreads.append(max(aligned) - min(aligned))
-    scatter = {p: float(np.median(np.abs(np.asarray(of) - typical[p]))) for p, of in off.items()}
-    return float(np.median(spreads)), scatter
+    return {p: float(np.median(np.abs(np.asarray(of) - np.median(of)))) for p, of in off.items()}

@@ -195,7 +195,19 @@ def _of_compute(position: int, ranks: Sequence[RankSummary]) -> str:
     if mean - 1 < SLOWER_FRAC:
         return "work"
     spread = float(np.sqrt(np.average((ratios - mean) ** 2, weights=weights)))
-    return "clock" if spread < ALIKE_FRAC * (mean - 1) else "kernels"
+    if spread >= ALIKE_FRAC * (mean - 1):
+        return "kernels"
+    return "work" if _as_fast(position, ranks) else "clock"
+
+
+def _as_fast(position: int, ranks: Sequence[RankSummary]) -> bool:
+    """Whether a rank's SM clock was read, as those of all others, and is no lower."""
+    mine = ranks[position].sm_mhz
+    others = [one.sm_mhz for p, one in enumerate(ranks) if p != position]
+    known = [mhz for mhz in others if mhz]
+    if not mine or len(known) < len(others):
+        return False
+    return mine >= (1 - SLOWER_FRAC) * float(np.median(known))
 
 
 def _interval(each_ns: Floats) -> tuple[float, float] | None:

@@ -44,9 +44,8 @@ class Calls:
     step: Ints  # the number of the step that it lies in, -1: in none that counts
     backward: npt.NDArray[np.bool_]  # launched by a backward pass
     backward_pass: Ints  # its number in the trace; -1: by none
-    tensors: list[
-        tuple[int, ...]
-    ]  # what identifies the buffers it works on, where the trace has it; () else
+    updates: npt.NDArray[np.bool_]  # launched by an optimizer's step
+    tensors: list[tuple[int, ...]]  # addresses of what it is given; () where the trace has none
     #: What this rank did from the end of the call before to the start of this one, shape (n, len(PARTS)), ns.
     before: Ints
     place: list[str]  # the user's line, "" where not known
@@ -60,7 +59,8 @@ def no_calls() -> Calls:
     none = np.zeros(0, np.int64)
     return Calls(
         none, none, none, none, [], none, [], [], none, [], none, none, [], np.zeros(0, bool),
-        none, np.zeros((0, 2), np.int64), np.zeros(1, np.int64), none, np.zeros(0, bool), none, [],
+        none, np.zeros((0, 2), np.int64), np.zeros(1, np.int64), none, np.zeros(0, bool), none,
+        np.zeros(0, bool), [],
         np.zeros((0, len(PARTS)), np.int64), [],
     )  # fmt: skip
 

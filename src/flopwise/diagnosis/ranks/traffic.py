@@ -20,6 +20,8 @@ Ints = npt.NDArray[np.int64]
 #: under about 1 MB (NVIDIA/nccl-tests result tables).
 LATENCY_BYTES = 1 << 20
 ACCUMULATION, REPEATED, BUFFERS, WIDE = "accumulation", "repeated", "buffers", "wide-gradients"
+#: Dtypes of token numbers, labels and lengths.
+WHOLE_NUMBERS = frozenset(("i64", "i32", "i8", "u8"))
 #: Products of 16 bit are so much of all kernel time with FLOPs that the model is one of 16 bit.
 MOSTLY_FRAC = 0.5
 
@@ -29,6 +31,7 @@ class _Sum:
     calls: int = 0
     ns: float = 0.0
     exposed_ns: float = 0.0
+    exposed_transfer_ns: float = 0.0
     wait_ns: float = 0.0
     matched_ns: float = 0.0
     matched: int = 0
@@ -79,6 +82,7 @@ def kinds(
             if waits is not None and waits.wait_ns[p][i] >= 0:
                 mine.wait_ns += int(waits.wait_ns[p][i])
                 mine.matched_ns += ns
+                mine.exposed_transfer_ns += _exposed_ns(calls, i, p, waits)
                 mine.matched += 1
     found = [_kind(key, mine, steps, link_bytes_per_s) for key, mine in sums.items()]
     return sorted(found, key=lambda one: -one.s)
@@ -113,6 +117,7 @@ def _kind(
         of_link_frac=bus / link if bus and link else None,
         kernels=[name for name, _ in mine.kernels.most_common(3)],
         redundant=mine.redundant,
+        exposed_transfer_s=mine.exposed_transfer_ns * each if whole else None,
     )
 
 
@@ -298,7 +303,9 @@ def _repeated(ranks: Sequence[RankSummary]) -> _Found:
 
 
 def _buffers(ranks: Sequence[RankSummary]) -> _Found:
-    """Broadcasts in every step."""
+    """Broadcasts in every step, but those of whole numbers, which are batches, and those of an optimizer that updates a part of the
+    parameters on each rank (torch.distributed.optim.ZeroRedundancyOptimizer).
+    """
     found = _Found()
     for p, one in enumerate(ranks):
         calls = one.calls
@@ -306,7 +313,10 @@ def _buffers(ranks: Sequence[RankSummary]) -> _Found:
         mine = [
             i
             for i in np.flatnonzero(calls.step >= 0).tolist()
-            if calls.op[i] == "broadcast" and calls.nbytes[i] > 0
+            if calls.op[i] == "broadcast"
+            and calls.nbytes[i] > 0
+            and not calls.updates[i]
+            and calls.dtype[i] not in WHOLE_NUMBERS
         ]
         in_steps = {int(calls.step[i]) for i in mine}
         if steps >= 2 and len(in_steps) == steps:
