@@ -153,7 +153,7 @@ def job(training: Any) -> Callable[..., JobRecord]:
             ],
             "notes": ["4 steps show differences of 2 % and more"],
         }  # fmt: skip
-        return job_records.JobRecord(**(made | fields))
+        return job_records.JobRecord(**({"mfu": 0.4} | made | fields))
 
     return make
 

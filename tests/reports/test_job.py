@@ -174,12 +174,24 @@ def test_no_straggler_gives_the_reason(job: Make) -> None:
 
 
 def test_no_mfu_gives_the_reason_of_the_rank(job: Make) -> None:
-    made = job(2)
-    ledger = made.ranks[1].ledger
-    assert ledger is not None
-    without = dataclasses.replace(ledger, mfu=None, mfu_reason="no shapes")
-    ranks = [made.ranks[0], dataclasses.replace(made.ranks[1], ledger=without)]
-    assert "MFU none · no shapes" in rendered(dataclasses.replace(made, ranks=ranks))
+    made = dataclasses.replace(job(2), mfu=None, mfu_reason="rank 1: no shapes")
+    assert "MFU none · rank 1: no shapes" in rendered(made)
+
+
+def test_mfu_counts_attention_in_full_and_says_what_it_is_without(job: Make) -> None:
+    text = rendered(dataclasses.replace(job(2), mfu=0.44))
+    assert "MFU 44 % · mean over 2 ranks" in text
+    assert "40 % without what attention masks hide" in text
+
+
+def test_why_ledgers_are_not_trusted_is_said(job: Make) -> None:
+    doubt = "rank 1 and 3 more: unattributed and idle_other are 7.3 % of the step"
+    assert f"not trusted {doubt}" in rendered(
+        dataclasses.replace(job(2), untrusted_because=[doubt])
+    )
+    live = rendered(dataclasses.replace(job(2), profiled=False, recorded_step_s=1.5e-3))
+    assert "mean over ranks, undisturbed" in live
+    assert "calls, waiting and links are those of profiled steps of 1.5 ms" in live
 
 
 def test_of_many_ranks_the_telling_ones(job: Make) -> None:

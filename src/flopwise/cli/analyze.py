@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
     peak = parse_peak(args.peak) if args.peak is not None else None
     _check_targets(args)
-    if len(args.path) > 1 or args.path[0].is_dir():
+    if len(args.path) > 1 or args.path[0].is_dir() or args.no_ledger or args.ray is not None:
         return _several(args, peak, find(args.path))
     try:
         sources = find(args.path)
@@ -199,6 +199,9 @@ def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> i
     from flopwise.records import store
     from flopwise.reports.terminal import render_job
 
+    ranks_of = [one for one in sources if one.kind in ("kineto", "run")]
+    if args.device is not None and len(ranks_of) > 1:
+        raise UsageError("--device chooses in one trace: give the file of one rank")
     if args.perfetto is not None:
         raise UsageError("--perfetto copies one trace: give the file of one rank")
     told = Ranks() if sys.stderr.isatty() else None

@@ -23,7 +23,7 @@ from flopwise.trace.chrome import read
 from flopwise.trace.flight import read_flight
 from flopwise.trace.nccl_log import read_nccl_log
 from flopwise.trace.nsys import notes_of, read_nsys
-from flopwise.trace.sources import Source, Sources, settled, with_rank
+from flopwise.trace.sources import ITS_ORDER, Source, Sources, settled, with_rank
 
 TRACES = ("kineto", "nsys", "run")
 #: Told after each rank: how many are done, of how many.
@@ -110,6 +110,12 @@ def conclude(sources: Sources, ranks: Sequence[RankSummary]) -> JobRecord:
     more, said = routes(logs)
     notes = [f"{one.path} was left out: {one.reason}" for one in sources.left_out]
     notes += [f"{one.path}: {one.doubt}" for one in sources if one.doubt]
+    traces = [one for one in sources if one.kind in ("kineto", "nsys")]
+    if len(traces) > 1 and all(one.rank_from == ITS_ORDER for one in traces):
+        notes.append(
+            "neither the files nor their names say ranks: they are numbered in the order of their names, and taken for one job. "
+            "Of separate runs look at each alone, or at two with flopwise compare"
+        )
     record = job_of(ranks, [*notes, *said])
     return replace(record, findings=[*hangs(dumps), *record.findings, *more])
 

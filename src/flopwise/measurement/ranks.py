@@ -13,6 +13,7 @@ from flopwise.diagnosis.ranks.summary import RankSummary
 from flopwise.errors import FlopwiseError, RunFolderError
 from flopwise.hardware.accelerators import Peak
 from flopwise.launch import folder as folders
+from flopwise.measurement import ceilings
 from flopwise.measurement.ledgers import ledger_of, read_window, windows_of
 from flopwise.records import rank as rank_records
 from flopwise.records import store
@@ -39,13 +40,20 @@ def summary_of_rank(
     found = next((one for one in ranks if one.rank == rank), None)
     if found is None:
         raise RunFolderError(f"{folder}: rank {rank} has written no record there")
-    context = summary.Context(command=[], script="", peak=peak)
+    context = _context(ranks, peak)
     record = _record(folder, ranks, context)
     try:
         return _summary(folder, found, record, context, ledger=ledger)
     except FlopwiseError as error:
         wanted = Wanted(str(folder), found.rank, found.world_size)
         return no_ledger(wanted, f"{folder}, rank {rank}: {error}")
+
+
+def _context(ranks: list[RankRecord], peak: Peak | None) -> summary.Context:
+    """Returns what is known besides the records: the ceilings of the device, if they were measured."""
+    lead = min(ranks, key=lambda one: one.rank)
+    known = ceilings.of_rank(lead, [], may_measure=False, quiet=True)
+    return summary.Context(command=[], script="", peak=peak, ceilings=known)
 
 
 def _ranks(folder: Path) -> list[RankRecord]:

@@ -173,5 +173,11 @@ class JobRecord:
     stragglers_reason: str | None  # why none is named
     findings: list[Finding]
     notes: list[str] = field(default_factory=list)
+    mfu: float | None = None  # mean over ranks, attention counted full
+    mfu_reason: str | None = None  # why there is none
+    profiled: bool = True  # the steps were recorded with a profiler on; False: those of a live run that nothing disturbed
+    untrusted_because: list[str] = field(
+        default_factory=list
+    )  # of the ranks' ledgers, each reason once
     #: Mean over ranks of the steps in which calls were recorded; of a live run they are slower than `step_s`: a profiler was on.
     recorded_step_s: float | None = None

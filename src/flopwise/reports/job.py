@@ -11,6 +11,7 @@ from flopwise.reports.screen import LABEL_CELLS, WARN, Screen
 
 DEFECTS = 12  # kinds that are shown
 STRAGGLERS = 5
+DOUBTS = 6
 PLACES = 3
 
 
@@ -35,6 +36,8 @@ def draw(screen: Screen, record: JobRecord, saved: Sequence[str] = ()) -> None:
     screen.flow("MFU", words.mfu(record))
     screen.flow("step", words.step(record))
     _health(screen, record)
+    for doubt in record.untrusted_because[:DOUBTS]:
+        screen.flow("not trusted", [(doubt, WARN)])
     screen.blank()
     _ledger(screen, record)
     screen.blank()

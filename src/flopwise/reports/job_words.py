@@ -77,7 +77,7 @@ def step(record: JobRecord) -> list[Piece]:
     """Returns the step time and how far the ranks lie apart."""
     if record.step_s is None:
         return [(absent(record, "steps"), WARN), *because(record, "steps")]
-    how = "profiled" if profiled(record) else "undisturbed"
+    how = "profiled" if record.profiled else "undisturbed"
     each = [one.step_s for one in record.ranks if one.step_s is not None]
     said: list[Piece] = [
         (figures.duration(record.step_s), "bold"),
@@ -85,35 +85,29 @@ def step(record: JobRecord) -> list[Piece]:
     ]
     if len(each) > 1:
         said.append(f"ranks {figures.duration(min(each))} to {figures.duration(max(each))}")
-    if not profiled(record) and record.recorded_step_s is not None:
+    if not record.profiled and record.recorded_step_s is not None:
         recorded = figures.duration(record.recorded_step_s)
         said.append(f"calls, waiting and links are those of profiled steps of {recorded}")
     return said
 
 
-def profiled(record: JobRecord) -> bool:
-    """Whether the step is that of recordings with a profiler on, as of all traces but those of a live run."""
-    ledgers = [one.ledger for one in record.ranks if one.ledger is not None]
-    return not ledgers or any(one.profiled for one in ledgers)
-
-
 def mfu(record: JobRecord) -> list[Piece]:
-    """Returns MFU, which is the share of the line of useful work, or why there is none."""
+    """Returns MFU, or why there is none."""
     reason = because(record, "mfu")
-    ledgers = [one.ledger for one in record.ranks if one.ledger is not None]
-    ideal = next((line for line in record.lines if line.name == "ideal"), None)
     if reason:
         return [(absent(record, "mfu"), WARN), *reason]
-    without = next((one for one in ledgers if one.mfu is None), None)
-    if ideal is None or not ledgers or without is not None:
-        why = without.mfu_reason if without is not None else record.lines_reason
-        return [("none", WARN), why or "no rank has a ledger"]
-    of = ledgers[0].peak_flops_per_s
-    said: list[Piece] = [(percent(ideal.share_frac), "bold green")]
+    if record.mfu is None:
+        return [("none", WARN), record.mfu_reason or "no rank has a ledger"]
+    ledgers = [one.ledger for one in record.ranks if one.ledger is not None]
+    of = ledgers[0].peak_flops_per_s if ledgers else None
+    said: list[Piece] = [(percent(record.mfu), "bold green")]
     if len(ledgers) > 1:
         said.append(f"mean over {figures.counted(len(ledgers), 'rank')}")
     if of is not None:
         said += [f"of {figures.quantity(of, 'FLOP/s')} a device"]
+    useful = next((line.share_frac for line in record.lines if line.name == "ideal"), None)
+    if useful is not None and abs(useful - record.mfu) > 1e-3 * record.mfu:
+        said.append(f"{percent(useful)} without what attention masks hide")
     return said
 
 

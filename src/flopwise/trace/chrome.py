@@ -351,13 +351,13 @@ _FIELDS = {f.encode_name: f for f in msgspec.structs.fields(Args)}
 
 
 def _clean(value: Any) -> Any:
-    """Returns a JSON value in which bytes that are no UTF-8, and halves of surrogate pairs, are replaced."""
+    """Returns a JSON value in which bytes that are no UTF-8 are replaced, and halves of surrogate pairs written as numbers."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
             if any("\ud800" <= c < "\udc80" or "\udcff" < c <= "\udfff" for c in value):
-                return value.encode("utf-8", "replace").decode()
+                return value.encode("utf-8", "backslashreplace").decode()
             return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
         return value
     if isinstance(value, dict):

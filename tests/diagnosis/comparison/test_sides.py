@@ -189,8 +189,7 @@ def test_what_is_withheld_of_a_job(
     found = of_job(a_job([a_ledger()], lines=[], lines_reason="kernels are missing"), "x")
     assert found.lines_reason == "kernels are missing"
     assert found.side.trusted is None
-    doubted = a_ledger(trusted=False, untrusted_because=["why"])
-    found = of_job(a_job([doubted]), "x")
+    found = of_job(a_job([a_ledger()], untrusted_because=["rank 0: why"]), "x")
     assert (found.side.trusted, found.side.untrusted_because) == (False, ["rank 0: why"])
 
 

@@ -127,7 +127,7 @@ def _ceilings(old: Measured, new: Measured) -> Iterator[Condition]:
     if not moved and not other:
         return
     more = math.fsum(b.get(n, 0.0) - a.get(n, 0.0) for n in OF_CEILINGS)
-    said = f": {old.ceilings} against {new.ceilings}" if other else ""
+    said = f": {old.ceilings or 'none'} against {new.ceilings or 'none'}" if other else ""
     yield Condition(
         "ceilings",
         f"products are held against other ceilings{said}. So time moves between {', '.join(OF_CEILINGS)}, which "
@@ -159,8 +159,14 @@ def _doubtful(one: Measured, which: str) -> Iterator[Condition]:
     if one.side.trusted is False:
         doubts = one.side.untrusted_because
         rest = f"; and {len(doubts) - SAID} more" if len(doubts) > SAID else ""
-        why = "; ".join(doubt.partition(": ")[0] for doubt in doubts[:SAID]) + rest
+        why = "; ".join(_short(doubt) for doubt in doubts[:SAID]) + rest
         yield Condition("untrusted", f"the lines of the {which} side are not trusted: {why}", [])
+
+
+def _short(doubt: str) -> str:
+    """Returns a doubt without its explanation: "rank 1: MFU is withheld" of "rank 1: MFU is withheld: because ..."."""
+    first, _, more = doubt.partition(": ")
+    return f"{first}: {more.partition(': ')[0]}" if first.startswith("rank ") and more else first
 
 
 def _peak(side: Side) -> str:

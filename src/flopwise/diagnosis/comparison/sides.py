@@ -205,11 +205,7 @@ def of_job(record: JobRecord, path: str) -> Measured:
     mfus = [one.mfu for one in ledgers if one.mfu is not None]
     flops = [one.model_flops_per_step for one in ledgers if one.model_flops_per_step is not None]
     doubts = [defect.evidence for defect in record.health.defects if defect.withholds]
-    doubts += [
-        f"rank {one.rank}: {doubt}" if one.rank is not None else doubt
-        for one in ledgers
-        for doubt in one.untrusted_because
-    ]
+    doubts += record.untrusted_because
     side = Side(
         path=path,
         kind="job",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,9 @@ from flopwise.diagnosis.ranks.waits import Parts, Waits, parts_of, waits
 from flopwise.hardware import accelerators
 from flopwise.records.job import SCHEMA, Health, JobRecord, RankRecord, Straggler
 from flopwise.records.ledger import FAMILIES, LedgerRecord, Line
+
+#: Numbers in a sentence: reasons that differ in them alone are one.
+_DIGITS = re.compile(r"[\d.,]+")
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,7 @@ def job_of(found: Sequence[RankSummary], notes: Sequence[str] = ()) -> JobRecord
         sources=list(dict.fromkeys(one.path for one in ranks)),
         world_size=max((one.world_size for one in ranks if one.world_size), default=None),
         device_name=names.pop() if len(names) == 1 else None,
-        step_s=float(np.mean(lengths)) if lengths else None,
+        step_s=float(np.mean(lengths)) if lengths and not withheld.all_of("steps") else None,
         steps=min((steps_of(one) for one in ranks), default=0),
         ranks=records,
         lines=lines,
@@ -122,16 +127,49 @@ def job_of(found: Sequence[RankSummary], notes: Sequence[str] = ()) -> JobRecord
         lines_reason=lines_reason,
         health=withheld.health,
         collectives=collectives,
-        links=links(ranks, collectives, row),
+        links=links(ranks, collectives, None if withheld.all_of("bandwidth") else row),
         redundant=redundants,
         redundant_bytes_frac=frac,
         stragglers=stragglers,
         stragglers_reason=reason,
         findings=[],
         notes=[*notes, *_notes(ranks)],
+        profiled=any(one.ledger is None or one.ledger.profiled for one in ranks),
+        untrusted_because=_untrusted(records),
+        **_mfu(records, withheld),
         recorded_step_s=float(np.mean(recorded)) if recorded else None,
     )
     return dataclasses.replace(record, findings=findings_of(record))
+
+
+def _mfu(records: Sequence[RankRecord], withheld: Withheld) -> dict[str, Any]:
+    """Returns the MFU of the job, the mean over its ranks, or why there is none."""
+    if withheld.all_of("mfu"):
+        return {"mfu": None, "mfu_reason": f"withheld: {withheld.why('mfu')}"}
+    for one in records:
+        if one.ledger is None:
+            return {
+                "mfu": None,
+                "mfu_reason": f"rank {one.rank} has no ledger: {one.ledger_reason}",
+            }
+        if one.ledger.mfu is None:
+            return {"mfu": None, "mfu_reason": f"rank {one.rank}: {one.ledger.mfu_reason}"}
+    values = [
+        one.ledger.mfu for one in records if one.ledger is not None and one.ledger.mfu is not None
+    ]
+    return {"mfu": float(np.mean(values)) if values else None, "mfu_reason": None}
+
+
+def _untrusted(records: Sequence[RankRecord]) -> list[str]:
+    """Returns why the ranks' ledgers are not to be trusted, each reason once: that of the first rank that has it."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for one in records:
+        for doubt in one.ledger.untrusted_because if one.ledger is not None else ():
+            found.setdefault(_DIGITS.sub("", doubt), []).append((one.rank, doubt))
+    return [
+        f"rank {of[0][0]}{f' and {len(of) - 1} more' if len(of) > 1 else ''}: {of[0][1]}"
+        for of in found.values()
+    ]
 
 
 def _row(ranks: Sequence[RankSummary]) -> accelerators.Accelerator | None:
@@ -289,9 +327,21 @@ def _lines(
         values = np.asarray([of[name].s if name in of else 0.0 for of in by_rank])
         if not values.any():
             continue
+        low = None
+        if name == "idle_launch" and any(one.profiled for one in ledgers if one):
+            low = 0.0  # without the profiler the host might not have been late at all
         half = [(of[name].ci95[1] - of[name].ci95[0]) / 2 if name in of else 0.0 for of in by_rank]
         mean = float(values.mean())
         error = float(np.sqrt(np.sum(np.square(half)))) / len(by_rank)
         share = mean / step if step else 0.0
-        lines.append(Line(name, family, mean, (mean - error, mean + error), share, 100 * share))
+        lines.append(
+            Line(
+                name,
+                family,
+                mean,
+                (mean - error if low is None else low, mean + error),
+                share,
+                100 * share,
+            )
+        )
     return lines, None

@@ -15,7 +15,9 @@ SHOWN_FRAC = 0.01
 #: A link that carries less than this of what it can, in calls of more than a megabyte, is slow. Source: all-reduces of large
 #: messages reach 78 to 82 % of NVLink's rate (stas00/ml-engineering network/README.md).
 SLOW_FRAC = 0.6
-MEASURED = "measured"
+MEASURED, SEEN = "measured", "seen"
+#: Said of a late host in profiled steps.
+PROFILED = ". These steps were profiled, which slows hosts, and not all alike: how much of it is left without a profiler is not known"
 _WHY = {
     "host": "its host is late: look at its CPU's load, pinning and frequency, and at what only this rank does (logging, checkpoints)",
     "input": "it waits for its batches: look at its share of the data, its disk, and its loader's workers",
@@ -28,7 +30,7 @@ _WHY = {
 
 def findings_of(job: JobRecord) -> list[Finding]:
     """Returns the findings of a job, what is worth most first."""
-    found = _of_ranks(job.ranks)
+    found = [] if "ledger" in job.health.withheld else _of_ranks(job.ranks)
     found += [_straggler(one, job) for one in job.stragglers]
     found += [_redundant(one, job) for one in job.redundant if _share(one, job) >= SHOWN_FRAC]
     slow = _slow(job)
@@ -68,15 +70,18 @@ def _of_ranks(ranks: list[RankRecord]) -> list[Finding]:
 
 
 def _straggler(one: Straggler, job: JobRecord) -> Finding:
+    doubtful = (
+        one.reason == "host"
+    )  # calls are recorded with a profiler on, those of a live run, too
     return Finding(
         code="J101",
         cause="straggler",
         share_frac=_of_step(one.delay_s, job),
         where=one.where,
-        evidence=f"rank {one.rank}: {one.evidence}",
+        evidence=f"rank {one.rank}: {one.evidence}{PROFILED if doubtful else ''}",
         advice=_WHY.get(one.reason, _WHY["not known"]),
         predicted_gain_frac=None,
-        certainty=MEASURED,
+        certainty=SEEN if doubtful else MEASURED,
     )
 
 

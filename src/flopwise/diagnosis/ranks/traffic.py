@@ -337,7 +337,7 @@ def _wide(ranks: Sequence[RankSummary]) -> _Found:
             if _gradients(calls, i) and calls.dtype[i] == "f32":
                 found.parts[p, i] = 0.5
     if found.parts:
-        found.evidence = "gradients are summed in 32 bit while the products run in 16 bit: half of the bytes carry no more than rounding"
+        found.evidence = "gradients are summed in 32 bit while the products run in 16 bit: in 16 bit they are half of the bytes, and their sum is rounded otherwise"
     return found
 
 

@@ -29,6 +29,7 @@ def render_job_html(record: JobRecord) -> str:
             head(title, words.facts(record), []),
             _cards(record),
             _health(record),
+            _untrusted(record),
             *_ledger(record),
             _stragglers(record),
             job_heat.draw(record, RANKS),
@@ -57,6 +58,18 @@ def _cards(record: JobRecord) -> Html:
         else headline.card("link used", percent(used), [f"of {name}, over the step"], used),
         _card("redundant traffic", words.redundancy(record)),
     )  # fmt: skip
+
+
+def _untrusted(record: JobRecord) -> Html | None:
+    """Returns why the ranks' ledgers are to be read with care; None where they are not."""
+    if not record.untrusted_because:
+        return None
+    return el(
+        "section.verdict.bad",
+        el("b", "Ledgers not trusted"),
+        ": read their lines with care.",
+        el("ul", [el("li", doubt) for doubt in record.untrusted_because[:MOST]]),
+    )
 
 
 def _card(title: str, said: Sequence[Piece]) -> Html:
@@ -105,7 +118,7 @@ def _ledger(record: JobRecord) -> list[Html | None]:
         return [el("section.verdict", el("b", verdict), ": ", pieces(said))]
     said_of = words.of_ranks(record) or (
         f"mean of {figures.counted(record.steps, 'profiled step')}"
-        if words.profiled(record)
+        if record.profiled
         else "mean of undisturbed steps"
     )
     return [

@@ -27,7 +27,7 @@ CSS = "".join(
     for sign, color in (("more", MORE), ("less", LESS))
     for level in range(1, LEVELS + 1)
 ) + (
-    ".heat th{max-width:7.5em}.heat td.num{padding-left:8px;padding-right:8px}\n"
+    ".heat th.num{max-width:7.5em;white-space:normal}.heat td.num{padding-left:8px;padding-right:8px}\n"
     ".map .names{justify-content:space-around;max-width:16em}\n"
 )  # fmt: skip
 
@@ -41,10 +41,10 @@ def draw(record: JobRecord, rows: int) -> Html | None:
     names = _names(seconds, step_s)
     if not names:
         return None
-    means = {name: _mean([one[name] for one in seconds if name in one]) for name in names}
+    known = [one for one in seconds if one]  # a line that a ledger does not have is 0
+    means = {name: _mean([one.get(name, 0.0) for one in known]) for name in names}
     most = max(
-        (abs(one[name] - means[name]) for one in seconds for name in names if name in one),
-        default=0.0,
+        (abs(one.get(name, 0.0) - means[name]) for one in known for name in names), default=0.0
     )
     shown = words.telling(record, rows)
     scale = Scale(step_s)
