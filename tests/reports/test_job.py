@@ -191,7 +191,7 @@ def test_why_ledgers_are_not_trusted_is_said(job: Make) -> None:
     )
     live = rendered(dataclasses.replace(job(2), profiled=False, recorded_step_s=1.5e-3))
     assert "mean over ranks, undisturbed" in live
-    assert "calls, waiting and links are those of profiled steps of 1.5 ms" in live
+    assert "calls, waiting and links are those of profiled steps of 1.50 ms" in live
 
 
 def test_of_many_ranks_the_telling_ones(job: Make) -> None:
