@@ -66,7 +66,6 @@ def made(
         covered=np.asarray(covered, np.int64).reshape(-1, 2),
         covered_from=counts.astype(np.int64),
         step=step.astype(np.int64),
-        backward=np.asarray([call.get("pass", -1) >= 0 for call in calls], bool),
         backward_pass=np.asarray(column("pass", -1), np.int64),
         updates=np.asarray(column("updates", False), bool),
         tensors=column("tensors", ()),

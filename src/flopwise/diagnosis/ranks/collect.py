@@ -162,7 +162,6 @@ def calls_of(taken: Taken, base_ns: int) -> Calls:
         launched = _launched_by_c10d(events, start, words)
     compute = _spans(work.start_ns, work.end_ns, job.kind == Owner.COMPUTE)
     bounds = taken.marks.bounds_ns
-    backward = _pass_of(backward_passes(events), launched)
     covering, covered_from = _covering(compute, start, end)
     step = np.searchsorted(bounds, start, "right") - 1 - taken.sound.first
     step[(step < 0) | (start >= bounds[-1])] = -1
@@ -185,8 +184,7 @@ def calls_of(taken: Taken, base_ns: int) -> Calls:
         covered=covering,
         covered_from=covered_from,
         step=step,
-        backward=backward >= 0,
-        backward_pass=backward,
+        backward_pass=_pass_of(backward_passes(events), launched),
         updates=_within(events, optimizer_calls(events), launched),
         tensors=[one.tensors for one in words],
         before=_before(taken, compute, start, end),

@@ -51,7 +51,8 @@ def _of_ranks(ranks: list[RankRecord]) -> list[Finding]:
         rank, worst = max(of, key=lambda pair: pair[1].share_frac or 0.0)
         gains = [f.predicted_gain_frac for _, f in of if f.predicted_gain_frac is not None]
         shares = [f.share_frac for _, f in of if f.share_frac is not None]
-        who = "all ranks" if len(of) == len(have) else f"{len(of)} of {len(have)} ranks"
+        n = len({number for number, _ in of})
+        who = "all ranks" if n == len(have) else f"{n} of {len(have)} ranks"
         out.append(
             Finding(
                 code=code,
@@ -70,9 +71,7 @@ def _of_ranks(ranks: list[RankRecord]) -> list[Finding]:
 
 
 def _straggler(one: Straggler, job: JobRecord) -> Finding:
-    doubtful = (
-        one.reason == "host"
-    )  # calls are recorded with a profiler on, those of a live run, too
+    doubtful = one.reason == "host"  # a profiler was on as calls were recorded, in a live run too
     return Finding(
         code="J101",
         cause="straggler",

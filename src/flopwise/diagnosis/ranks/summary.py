@@ -42,8 +42,7 @@ class Calls:
     covered: Ints
     covered_from: Ints
     step: Ints  # the number of the step that it lies in, -1: in none that counts
-    backward: npt.NDArray[np.bool_]  # launched by a backward pass
-    backward_pass: Ints  # its number in the trace; -1: by none
+    backward_pass: Ints  # the number of the backward pass that launched it; -1: none did
     updates: npt.NDArray[np.bool_]  # launched by an optimizer's step
     tensors: list[tuple[int, ...]]  # addresses of what it is given; () where the trace has none
     #: What this rank did from the end of the call before to the start of this one, shape (n, len(PARTS)), ns.
@@ -58,9 +57,8 @@ def no_calls() -> Calls:
     """Returns a rank's calls where there are none."""
     none = np.zeros(0, np.int64)
     return Calls(
-        none, none, none, none, [], none, [], [], none, [], none, none, [], np.zeros(0, bool),
-        none, np.zeros((0, 2), np.int64), np.zeros(1, np.int64), none, np.zeros(0, bool), none,
-        np.zeros(0, bool), [],
+        none, none, none, none, [], none, [], [], none, [], none, none, [], np.zeros(0, bool), none,
+        np.zeros((0, 2), np.int64), np.zeros(1, np.int64), none, none, np.zeros(0, bool), [],
         np.zeros((0, len(PARTS)), np.int64), [],
     )  # fmt: skip
 

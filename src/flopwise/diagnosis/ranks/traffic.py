@@ -241,7 +241,7 @@ def _exposed_ns(calls: Calls, i: int, p: int, waits: Waits | None) -> float:
 
 
 def _gradients(calls: Calls, i: int) -> bool:
-    return calls.op[i] == "all_reduce" and bool(calls.backward[i]) and calls.nbytes[i] > 0
+    return calls.op[i] == "all_reduce" and calls.backward_pass[i] >= 0 and calls.nbytes[i] > 0
 
 
 def _accumulated(ranks: Sequence[RankSummary]) -> _Found:
@@ -253,7 +253,7 @@ def _accumulated(ranks: Sequence[RankSummary]) -> _Found:
         for step in range(steps_of(one)):
             by_pass: dict[int, list[int]] = defaultdict(list)
             for i in np.flatnonzero(calls.step == step).tolist():
-                if _gradients(calls, i) and calls.backward_pass[i] >= 0:
+                if _gradients(calls, i):
                     by_pass[int(calls.backward_pass[i])].append(i)
             if len(by_pass) < 2:
                 continue

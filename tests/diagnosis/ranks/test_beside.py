@@ -1,0 +1,115 @@
+"""What dumps of flight recorders and logs of NCCL add to a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flopwise.diagnosis.ranks.beside import SHOWN, hangs, routes
+from flopwise.trace.flight import Dump, Entry, Frame, Group
+from flopwise.trace.nccl_log import NcclLog, read_nccl_log
+from flopwise.trace.stream import TraceError
+
+CALL = Entry(
+    record_id=0, group="0", group_desc="default_pg", pg_id=0, collective_seq_id=1, p2p_seq_id=0, op_id=1,
+    profiling_name="nccl:all_reduce", input_sizes=((16, 4),), output_sizes=((16, 4),), input_dtypes=("Float",),
+    output_dtypes=("Float",), state="completed", time_created_ns=10**18, time_discovered_started_ns=None,
+    time_discovered_completed_ns=None, duration_ms=None, retired=True, timeout_ms=None, is_p2p=False,
+)  # fmt: skip
+
+
+def dump(rank: int, *entries: dict[str, Any]) -> Dump:
+    calls = tuple(
+        Entry(**{**CALL.__dict__, "record_id": k, "collective_seq_id": k + 1, **entry})
+        for k, entry in enumerate(entries)
+    )
+    return Dump(f"fr_{rank}", rank, "2.10", "", (Group("0", "default_pg", (0, 1, 2)),), calls)
+
+
+OPEN: dict[str, Any] = {
+    "state": "scheduled",
+    "retired": False,
+    "frames": (Frame("step", "train.py", 40),),
+}
+
+
+def test_a_job_that_ended_has_no_finding() -> None:
+    assert hangs([dump(r, {}, {}) for r in range(3)]) == []
+    assert hangs([]) == []
+
+
+def test_a_rank_that_never_came_is_what_to_look_at() -> None:
+    (found,) = hangs([dump(0, {}, OPEN), dump(1, {}, OPEN), dump(2, {})])
+    assert (found.code, found.cause, found.certainty) == ("J104", "hang", "seen")
+    assert (found.share_frac, found.predicted_gain_frac) == (None, None)
+    assert "rank 2 never called it" in found.evidence
+    assert found.advice.startswith("look at what rank 2 does instead")
+    assert found.where == ["train.py:40 (step)"]  # once, of both ranks that wait there
+
+
+def test_ranks_that_call_other_things_have_to_agree() -> None:
+    other = {**OPEN, "profiling_name": "nccl:broadcast"}
+    (found,) = hangs([dump(0, {}, OPEN), dump(1, {}, OPEN), dump(2, {}, other)])
+    assert found.advice.startswith("let all ranks of the group call the same operations")
+
+
+def test_where_all_came_it_is_the_network() -> None:
+    (found,) = hangs([dump(r, {}, OPEN) for r in range(3)])
+    assert found.advice.startswith("all ranks called it: look at the network")
+
+
+def test_two_dumps_of_one_rank() -> None:
+    with pytest.raises(TraceError):
+        hangs([dump(0, {}), dump(0, {})])
+
+
+HEAD = "host:1:2 [0] NCCL INFO "
+
+
+def log(tmp_path: Path, *lines: str) -> NcclLog:
+    path = tmp_path / "nccl.log"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return read_nccl_log(path)
+
+
+def test_sockets_are_a_slow_route(tmp_path: Path) -> None:
+    said = log(
+        tmp_path,
+        f"{HEAD}NCCL version 2.28.9+cuda13.0",
+        f"{HEAD}Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0",
+        f"{HEAD}Channel 00/0 : 1[0] -> 0[0] via P2P/IPC",
+    )
+    (found,), notes = routes([said])
+    assert (found.code, found.cause) == ("J105", "slow-route")
+    assert found.evidence == f"1 of 2 connections go through TCP sockets ({said.path})"
+    assert "NCCL_SOCKET_IFNAME" in found.advice
+    assert notes[0].startswith(f"{said.path}: NCCL 2.28.9+cuda13.0, connections through ")
+
+
+def test_a_network_without_direct_reads_of_device_memory(tmp_path: Path) -> None:
+    said = log(tmp_path, f"{HEAD}Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0")
+    (found,), _ = routes([said])
+    assert "no GPUDirect RDMA" in found.evidence
+    assert "nvidia_peermem" in found.advice
+
+
+def test_links_of_one_machine_and_direct_reads_are_no_finding(tmp_path: Path) -> None:
+    said = log(
+        tmp_path,
+        f"{HEAD}Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA",
+        f"{HEAD}Channel 00/0 : 1[0] -> 0[0] via P2P/CUMEM",
+    )
+    found, (note,) = routes([said])
+    assert found == []
+    assert "NCCL of a version that it does not say" in note
+    assert routes([]) == ([], [])
+
+
+def test_warnings_are_said_with_how_often_and_not_without_end(tmp_path: Path) -> None:
+    warned = [f"host:1:2 [0] misc/socket.cc:{k} NCCL WARN broken {k}" for k in range(SHOWN + 3)]
+    _, notes = routes([log(tmp_path, *warned, warned[0])])
+    said = [note for note in notes if "NCCL warned" in note]
+    assert len(said) == SHOWN
+    assert sum("2 times" in note for note in said) == 1
