@@ -61,7 +61,8 @@ class Args(msgspec.Struct, gc=False):
     group_size: Int64 = msgspec.field(default=ABSENT, name="Group size")
     ranks: str = msgspec.field(default="", name="Process Group Ranks")
     collective_sequence: Int64 = msgspec.field(default=ABSENT, name="Seq")
-    peer: Int64 = msgspec.field(default=ABSENT, name="Dst Rank")
+    destination: Int64 = msgspec.field(default=ABSENT, name="Dst Rank")
+    origin: Int64 = msgspec.field(default=ABSENT, name="Src Rank")
     kernel_file: str = ""
     kernel_name: str = ""
     kernel_backend: str = ""
@@ -281,6 +282,8 @@ class _Kinds(dict[str | None, int]):
 
 
 def _collective(a: Args) -> Collective:
+    # Of a send the profiler writes the one end, of a receive the other (torch/csrc/profiler/util.cpp, `saveNcclMeta`).
+    peer = a.origin if a.collective.endswith("recv") else a.destination
     return Collective(
         a.collective,
         a.elements_in,
@@ -290,7 +293,7 @@ def _collective(a: Args) -> Collective:
         a.group_size,
         a.ranks,
         a.collective_sequence,
-        a.peer,
+        peer,
     )
 
 
@@ -340,6 +343,7 @@ _INTEGERS = (
     "Group size",
     "Seq",
     "Dst Rank",
+    "Src Rank",
 )
 
 

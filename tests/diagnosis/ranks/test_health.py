@@ -235,7 +235,7 @@ def calls(n: int, **columns: Any) -> Calls:
         no_calls(),
         **{
             "start_ns": start, "end_ns": start + 100_000, "nbytes": np.full(n, 4096), "group": ["0"] * n,
-            "members": [(0, 1)] * n, "peer": np.full(n, -1), "kernel": [NCCL] * n,
+            "members": [(0, 1)] * n, "group_size": np.full(n, 2), "peer": np.full(n, -1), "kernel": [NCCL] * n,
             "labelled": np.ones(n, bool), "step": np.zeros(n, np.int64),
         }
         | columns,
@@ -271,6 +271,16 @@ class TestAcross:
     def test_groups_that_are_whole_need_no_other_rank(self) -> None:
         one = between(rank(0, 4), rank(1, 4))["H201"]
         assert (one.count, one.withholds) == (2, [])
+
+    def test_groups_that_are_larger_than_what_was_read_need_more_ranks(self) -> None:
+        # a trace need not say how many ranks there are
+        one = between(*(rank(r, 0, calls=calls(9, group_size=np.full(9, 4), members=[()] * 9)) for r in (0, 1)))  # fmt: skip
+        assert (one["H201"].count, {*one["H201"].withholds}) == (2, {"waits", "bandwidth", "stragglers"})  # fmt: skip
+
+    def test_calls_of_groups_of_one_are_not_between_ranks(self) -> None:
+        alone = {"group_size": np.ones(5, np.int64), "members": [()] * 5}
+        found = between(*(rank(r, calls=calls(5, **alone)) for r in (0, 1)), matched={}, offsets={})
+        assert [*found] == ["H211"]
 
     def test_two_files_of_one_rank(self) -> None:
         one = between(rank(0), rank(1), rank(1, path="again.json"))["H202"]

@@ -74,10 +74,16 @@ def _known(summaries: Sequence[RankSummary]) -> dict[int, RankSummary]:
     return {one.rank: one for one in summaries if one.rank is not None}
 
 
+def _calling(summaries: Sequence[RankSummary]) -> dict[int, RankSummary]:
+    """Returns those that have calls with other ranks."""
+    return {rank: one for rank, one in _known(summaries).items() if one.calls.shared.any()}
+
+
 def _world(summaries: Sequence[RankSummary]) -> int:
-    """Returns how many ranks the job has, as far as its files say."""
+    """Returns how many ranks the job has, as far as its files say: in their headers, or by the largest group."""
     sizes = Counter(one.world_size for one in summaries if one.world_size)
-    return sizes.most_common(1)[0][0] if sizes else len(summaries)
+    said = sizes.most_common(1)[0][0] if sizes else len(summaries)
+    return max(said, *(int(one.calls.group_size.max(initial=0)) for one in summaries), 0)
 
 
 def _names(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
@@ -167,7 +173,7 @@ def _without(summaries: Sequence[RankSummary], known: set[int]) -> tuple[int, in
 def _unlabelled(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
     """Communication that does not say what it moves, beside such that does or not."""
     world = _world(summaries)
-    if world > 1 and not any(len(one.calls) for one in summaries):
+    if world > 1 and not any(one.calls.shared.any() for one in summaries):
         yield defect(
             "H211",
             f"no call between the ranks of a job of {world} was recognized: its kernels have names that are not known, or "
@@ -243,8 +249,8 @@ def _devices(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
 
 
 def _matched(summaries: Sequence[RankSummary], matched: Mapping[int, float]) -> Iterator[Defect]:
-    known = {rank: one for rank, one in _known(summaries).items() if len(one.calls)}
-    silent = [one for one in summaries if not len(one.calls)]
+    known = _calling(summaries)
+    silent = [one for one in summaries if not one.calls.shared.any()]
     if known and silent:
         yield defect(
             "H210",
@@ -257,12 +263,13 @@ def _matched(summaries: Sequence[RankSummary], matched: Mapping[int, float]) -> 
     for rank, one in sorted(known.items()):
         share = matched.get(rank, 0.0)
         if share < MATCHED_FRAC:
+            calls = int(one.calls.shared.sum())
             yield defect(
                 "H210",
-                f"{share:.0%} of the {len(one.calls)} calls of rank {rank} were found on the other ranks: they are of another "
+                f"{share:.0%} of the {calls} calls of rank {rank} were found on the other ranks: they are of another "
                 "job, of another part of it, or incomplete",
-                count=round((1 - share) * len(one.calls)),
-                of=len(one.calls),
+                count=round((1 - share) * calls),
+                of=calls,
                 rank=rank,
                 path=one.path,
             )
@@ -271,7 +278,7 @@ def _matched(summaries: Sequence[RankSummary], matched: Mapping[int, float]) -> 
 def _clocks(
     summaries: Sequence[RankSummary], offsets: Mapping[int, tuple[float, float]]
 ) -> Iterator[Defect]:
-    known = {rank: one for rank, one in _known(summaries).items() if len(one.calls)}
+    known = _calling(summaries)
     if len(known) < 2:
         return
     for rank, one in sorted(known.items()):

@@ -192,7 +192,9 @@ def _rank(
         if (mine[inside] >= 0).any():
             known = inside & (mine >= 0)
             waiting = union(calls.start_ns[known], calls.start_ns[known] + mine[known])
-            wait = waiting.total_ns * each  # in several calls at once it waits once
+            matched = union(calls.start_ns[known], calls.end_ns[known])
+            # In several calls at once it waits once; calls that the others' recordings lack wait as those that they have.
+            wait = waiting.total_ns / max(1, matched.total_ns) * talking.total_ns * each
     ledger, reason = one.ledger, one.reason
     if ledger is not None and withheld.of(p, "ledger"):
         ledger, reason = None, f"withheld: {withheld.why_of(p, 'ledger')}"
