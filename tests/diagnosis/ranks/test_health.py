@@ -282,6 +282,13 @@ class TestAcross:
         found = between(*(rank(r, calls=calls(5, **alone)) for r in (0, 1)), matched={}, offsets={})
         assert [*found] == ["H211"]
 
+    def test_a_rank_that_is_no_member_of_its_groups(self) -> None:
+        # a copy of the trace of rank 0 among two that do not say whose they are
+        one = between(rank(0), rank(1), rank(2, 2, path="copy.json"))["H210"]
+        assert (one.rank, one.path, one.count, {*one.withholds}) == (2, "copy.json", 10, {*CALLS})
+        few = calls(200, members=[(7, 8), *[(0, 1)] * 199])
+        assert between(rank(0, calls=few), rank(1))["H210"].withholds == []
+
     def test_two_files_of_one_rank(self) -> None:
         one = between(rank(0), rank(1), rank(1, path="again.json"))["H202"]
         assert (one.rank, one.count, {*one.withholds}) == (1, 2, {*CALLS})

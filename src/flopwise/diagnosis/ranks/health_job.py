@@ -21,6 +21,8 @@ APART_NS = 1_000_000
 UNALIGNED_NS = 1_000_000
 #: Of a rank's calls so many must be found on the others, or they are other calls. Windows that start apart leave more.
 MATCHED_FRAC = 0.5
+#: So many of them may say that they are of a group without it, where single events are damaged.
+STRANGE_FRAC = 0.01
 #: Calls that take more than this share of all calls' time and do not say what they move leave bandwidth unknown.
 UNLABELLED_FRAC = 0.1
 SHOWN = 5  # ranks, files or kernels that are named
@@ -48,6 +50,7 @@ def across(
         *_unknown(summaries),
         *_jobs(summaries),
         *_twice(summaries),
+        *_strangers(summaries),
         *_missing(summaries),
         *_unlabelled(summaries),
         *_windows(summaries),
@@ -142,6 +145,25 @@ def _twice(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
                 "known: leave the others out",
                 count=len(paths),
                 rank=rank,
+            )
+
+
+def _strangers(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
+    """Ranks that make calls of groups whose members they are not: the file is of another rank."""
+    for rank, one in sorted(_known(summaries).items()):
+        foreign = Counter(m for m in one.calls.members if m and rank not in m)
+        n = sum(foreign.values())
+        if n:
+            first = foreign.most_common(1)[0][0]
+            yield defect(
+                "H210",
+                f"{n} of {len(one.calls)} calls of rank {rank} are of groups without it (ranks {_some(first)}): the file is of "
+                "another rank",
+                count=n,
+                of=len(one.calls),
+                rank=rank,
+                path=one.path,
+                matters=n > STRANGE_FRAC * len(one.calls),
             )
 
 
