@@ -262,6 +262,34 @@ def test_what_lies_among_the_traces_is_not_replaced(
     assert (job / "worker_0.json").read_bytes() == before
 
 
+@pytest.mark.parametrize("base", [2**63, 2**64, -(2**62), 1e308, True, "x", None, [1], {}])
+def test_a_beginning_that_is_no_time_is_none(
+    job: Path, base: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in job.iterdir():
+        path.write_text(json.dumps({**json.loads(path.read_text()), "baseTimeNanoseconds": base}))
+    assert main(["analyze", str(job), "--no-ledger", "--json", "-"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [one["wait_s"] for one in record["ranks"]] == pytest.approx([200e-6, 0, 200e-6, 200e-6])
+
+
+def test_names_that_are_too_long_are_one_message(
+    training: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, long = str(training(3).write()), "a" * 5000
+    for words in (
+        ["analyze", long],
+        ["analyze", path, "--json", long],
+        ["analyze", path, "--html", long],
+        ["analyze", path, "--perfetto", long],
+        ["compare", long, path, "--json", "new.json"],
+        ["report", long, "--html", "new.html"],
+    ):
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert (out, err.count("\n")) == ("", 1)
+
+
 def test_a_target_that_cannot_be_written(training: Any, tmp_path: Path, capsys: Any) -> None:
     target = tmp_path / "none" / "ledger.json"
     assert main(["analyze", str(training(3).write()), "--json", str(target)]) == 2

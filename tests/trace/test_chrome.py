@@ -98,6 +98,24 @@ def test_external_id_of_either_spelling(write: Any) -> None:
     assert events.external.tolist() == [7, 8]
 
 
+@pytest.mark.parametrize(
+    ("name", "ends", "peer"),
+    [
+        ("send", {"Dst Rank": 3}, 3),
+        ("recv", {"Src Rank": 5}, 5),
+        ("recv", {"Src Rank": 5, "Dst Rank": 0}, 5),
+        ("send", {"Src Rank": 0, "Dst Rank": 3}, 3),
+        ("recv", {"Src Rank": "5"}, 5),
+        ("allreduce", {}, -1),
+    ],
+)
+def test_the_other_end_of_a_call_between_two_ranks(
+    write: Any, name: str, ends: dict[str, Any], peer: int
+) -> None:
+    events = read(write([one(args={"Collective name": name, **ends})])).events
+    assert [said.peer for said in events.collectives] == [peer]
+
+
 def test_operands_are_kept_as_text(write: Any) -> None:
     args = {"Input Dims": [[2, 3], []], "Input type": ["float", "Scalar"], "External id": 1}
     events = read(

@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 
     peak = parse_peak(args.peak) if args.peak is not None else None
     _check_targets(args)
-    if len(args.path) > 1 or args.path[0].is_dir() or args.no_ledger or args.ray is not None:
+    if len(args.path) > 1 or os.path.isdir(args.path[0]) or args.no_ledger or args.ray is not None:
         return _several(args, peak, find(args.path))
     try:
         sources = find(args.path)
@@ -275,7 +275,7 @@ def _check_targets(args: argparse.Namespace) -> None:
         UsageError: it would be.
     """
     taken = {os.path.realpath(path): "the trace itself" for path in args.path}
-    folders = [os.path.realpath(path) for path in args.path if path.is_dir()]
+    folders = [os.path.realpath(path) for path in args.path if os.path.isdir(path)]
     options = (("--json", args.json), ("--html", args.html), ("--perfetto", args.perfetto))
     for option, target in options:
         if target is None or str(target) == "-" or not _is_file_or_new(target):

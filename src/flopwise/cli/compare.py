@@ -144,6 +144,6 @@ def _check_target(args: argparse.Namespace) -> None:
         return
     written = os.path.realpath(target)
     for path in (args.old, args.new):
-        record = path / "run.json" if path.is_dir() else path
+        record = path / "run.json" if os.path.isdir(path) else path
         if os.path.realpath(record) == written:
             raise UsageError(f"--json {target}: that is {path} itself. Nothing was written")

@@ -89,7 +89,7 @@ def _write_page(path: Path, record: run_record.RunRecord | verdict.TuneRecord, h
         raise UsageError(
             f"{path}: --html draws runs, and this is a tune. Give a run.json; nothing was written"
         )
-    stored = path / "run.json" if path.is_dir() else path
+    stored = path / "run.json" if os.path.isdir(path) else path
     if os.path.realpath(html) == os.path.realpath(stored):
         raise UsageError(f"--html {html}: that is the record itself. Nothing was written")
     store.put_text("--html", html, render_html(record))

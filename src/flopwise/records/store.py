@@ -72,6 +72,21 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         RunFolderError: the folder cannot be written, or the disk is full.
     """
+    try:
+        _put(path, text)
+    except OSError as error:
+        raise RunFolderError(
+            f"{path}: cannot be written ({error.strerror or error}). "
+            "Nothing was left half-written; choose another folder with --out, or make room"
+        ) from error
+
+
+def _put(path: Path, text: str) -> None:
+    """Writes a file in one piece, or leaves what was there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     temporary = None
     try:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -83,16 +98,11 @@ def write_text(path: Path, text: str) -> None:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask | 0o600)  # whatever the umask, we are to read it
         os.replace(temporary, path)
-    except BaseException as error:
+    except BaseException:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
-        if not isinstance(error, OSError):
-            raise
-        raise RunFolderError(
-            f"{path}: cannot be written ({error.strerror or error}). "
-            "Nothing was left half-written; choose another folder with --out, or make room"
-        ) from error
+        raise
 
 
 def put_text(option: str, path: str, text: str) -> None:
@@ -101,11 +111,11 @@ def put_text(option: str, path: str, text: str) -> None:
     Raises:
         RunFolderError: it cannot be written; `option` names the place.
     """
-    target = Path(os.path.realpath(path))
-    if not target.exists() or target.is_file():
-        write_text(target, text)
-        return
+    target = os.path.realpath(path)
     try:
+        if not os.path.exists(target) or os.path.isfile(target):
+            _put(Path(target), text)
+            return
         with open(path, "w", encoding="utf-8") as stream:
             stream.write(text)
     except OSError as error:

@@ -106,7 +106,7 @@ def _check(
 ) -> None:
     if os.path.realpath(source) == os.path.realpath(out) or _same(source, out):
         raise UsageError(f"{out}: that is the trace itself. Nothing was written")
-    if out.exists() and not out.is_file():
+    if os.path.exists(out) and not os.path.isfile(out):
         raise RunFolderError(f"{out}: is no file. Nothing was written")
     if any(low > high for low, high in itertools.pairwise(bounds_ns)):
         raise ValueError("bounds_ns do not ascend")

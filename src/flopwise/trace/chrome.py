@@ -62,7 +62,8 @@ class Args(msgspec.Struct, gc=False):
     group_size: Int64 = msgspec.field(default=ABSENT, name="Group size")
     ranks: str = msgspec.field(default="", name="Process Group Ranks")
     collective_sequence: Int64 = msgspec.field(default=ABSENT, name="Seq")
-    peer: Int64 = msgspec.field(default=ABSENT, name="Dst Rank")
+    destination: Int64 = msgspec.field(default=ABSENT, name="Dst Rank")
+    origin: Int64 = msgspec.field(default=ABSENT, name="Src Rank")
     #: Only where torch is told to record addresses. Source: torch/csrc/profiler/util.h, `kInTensorsStart`.
     tensors: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Tensors start")
     kernel_file: str = ""
@@ -284,6 +285,8 @@ class _Kinds(dict[str | None, int]):
 
 
 def _collective(a: Args) -> Collective:
+    # Of a send the profiler writes the one end, of a receive the other (torch/csrc/profiler/util.cpp, `saveNcclMeta`).
+    peer = a.origin if a.collective.endswith("recv") else a.destination
     return Collective(
         a.collective,
         a.elements_in,
@@ -293,7 +296,7 @@ def _collective(a: Args) -> Collective:
         a.group_size,
         a.ranks,
         a.collective_sequence,
-        a.peer,
+        peer,
         bytes(a.tensors)[:MOST_ADDRESSES].decode("ascii", "ignore"),
     )
 
@@ -344,6 +347,7 @@ _INTEGERS = (
     "Group size",
     "Seq",
     "Dst Rank",
+    "Src Rank",
 )
 
 

@@ -35,6 +35,8 @@ DTYPE_WORDS = {
     "bfloat16": "bf16", "half": "f16", "float16": "f16", "float": "f32", "float32": "f32", "double": "f64", "float64": "f64",
     "byte": "u8", "uint8": "u8", "char": "i8", "int8": "i8", "int": "i32", "int32": "i32", "long": "i64", "int64": "i64",
 }  # fmt: skip
+#: No call moves so many bytes, which no device holds.
+MOST_BYTES = 1 << 50
 _RANKS = re.compile(r"-?\d+")
 _MOST_RANKS = 1 << 16
 _ADDRESS = re.compile(r"\d{1,20}")
@@ -90,6 +92,8 @@ def moved(said: Collective | None, kernel: str) -> Moved:
     size = _BYTES.get(dtype)
     elements = max(said.elements_in, said.elements_out)
     nbytes = elements * size if size is not None and elements >= 0 else -1
+    if nbytes >= MOST_BYTES:
+        nbytes = -1
     op = op_of(said.name)
     if op == "other":
         op = op_of(kernel)

@@ -235,7 +235,7 @@ def calls(n: int, **columns: Any) -> Calls:
         no_calls(),
         **{
             "start_ns": start, "end_ns": start + 100_000, "nbytes": np.full(n, 4096), "group": ["0"] * n,
-            "members": [(0, 1)] * n, "peer": np.full(n, -1), "kernel": [NCCL] * n,
+            "members": [(0, 1)] * n, "group_size": np.full(n, 2), "peer": np.full(n, -1), "kernel": [NCCL] * n,
             "labelled": np.ones(n, bool), "step": np.zeros(n, np.int64),
         }
         | columns,
@@ -271,6 +271,23 @@ class TestAcross:
     def test_groups_that_are_whole_need_no_other_rank(self) -> None:
         one = between(rank(0, 4), rank(1, 4))["H201"]
         assert (one.count, one.withholds) == (2, [])
+
+    def test_groups_that_are_larger_than_what_was_read_need_more_ranks(self) -> None:
+        # a trace need not say how many ranks there are
+        one = between(*(rank(r, 0, calls=calls(9, group_size=np.full(9, 4), members=[()] * 9)) for r in (0, 1)))  # fmt: skip
+        assert (one["H201"].count, {*one["H201"].withholds}) == (2, {"waits", "bandwidth", "stragglers"})  # fmt: skip
+
+    def test_calls_of_groups_of_one_are_not_between_ranks(self) -> None:
+        alone = {"group_size": np.ones(5, np.int64), "members": [()] * 5}
+        found = between(*(rank(r, calls=calls(5, **alone)) for r in (0, 1)), matched={}, offsets={})
+        assert [*found] == ["H211"]
+
+    def test_a_rank_that_is_no_member_of_its_groups(self) -> None:
+        # a copy of the trace of rank 0 among two that do not say whose they are
+        one = between(rank(0), rank(1), rank(2, 2, path="copy.json"))["H210"]
+        assert (one.rank, one.path, one.count, {*one.withholds}) == (2, "copy.json", 10, {*CALLS})
+        few = calls(200, members=[(7, 8), *[(0, 1)] * 199])
+        assert between(rank(0, calls=few), rank(1))["H210"].withholds == []
 
     def test_two_files_of_one_rank(self) -> None:
         one = between(rank(0), rank(1), rank(1, path="again.json"))["H202"]

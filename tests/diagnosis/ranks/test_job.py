@@ -114,6 +114,24 @@ def test_the_straggler_is_named_with_its_reason_and_amount(summaries: Any) -> No
     assert job.ranks[0].wait_frac == pytest.approx(200 / 370)
 
 
+def test_calls_before_the_others_recordings_begin_do_not_dilute_the_waiting(
+    timelines: Any,
+) -> None:
+    found = []
+    for r, steps in ((0, 8), (1, 6), (2, 4)):
+        timeline = timelines()
+        path = write(timeline, f"rank{r}.json", r, 3, 200 if r == 1 else 0, steps)
+        for event in timeline.events:
+            event["ts"] += STEP * (8 - steps)  # all recordings end together
+        timeline.write(path.name)
+        found.append(summary_of(read(path), Wanted(str(path))))
+    job = job_of(found)
+    assert [one.matched for one in job.ranks] == [4, 4, 4]
+    assert [one.wait_s for one in job.ranks] == pytest.approx([200e-6, 0, 200e-6])
+    (straggler,) = job.stragglers
+    assert (straggler.rank, straggler.delay_s) == (1, pytest.approx(200e-6))
+
+
 def test_even_ranks_have_no_straggler(summaries: Any) -> None:
     job = job_of(summaries(0, 0, 0))
     assert job.stragglers == []

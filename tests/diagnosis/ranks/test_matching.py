@@ -97,6 +97,45 @@ def test_point_to_point_calls_are_matched_by_pair_and_direction(rank: Any) -> No
     assert pairs(found) == [(0, 0), (2, 2)]  # one call the other way is too few to be sure of
 
 
+def test_each_rank_numbers_its_point_to_point_calls_by_itself(rank: Any) -> None:
+    # 0 sends to 1, which sends on to 2: the sequence numbers of 1 are of both
+    def one(op: str, k: int, peer: int, sequence: int) -> dict[str, Any]:
+        at = 10.0 * k
+        return {"start": at, "end": at + 5, "op": op, "peer": peer, "sequence": sequence}
+
+    first = [one("send", k, 1, k) for k in range(6)]
+    middle = [
+        call
+        for k in range(6)
+        for call in (one("recv", k, 0, 2 * k), one("send", k + 10, 2, 2 * k + 1))
+    ]
+    last = [one("recv", k + 10, 1, k) for k in range(6)]
+    middle.sort(key=lambda call: call["start"])
+    found = match([rank(0, first, world=3), rank(1, middle, world=3), rank(2, last, world=3)])
+    assert sorted(zip([m.ranks for m in found.matched], pairs(found), strict=True)) == [
+        *(((0, 1), (k, k)) for k in range(6)),
+        *(((1, 2), (k + 6, k)) for k in range(6)),
+    ]
+    assert found.shares == {0: 1.0, 1: 1.0, 2: 1.0}
+
+
+def test_calls_of_a_group_of_one_have_no_twin_to_be_found(rank: Any) -> None:
+    alone = {"group": "one", "group_size": 1, "members": (), "start": 500.0, "end": 501.0}
+    mine = [*calls(4), *({**alone, "nbytes": n} for n in range(9))]
+    found = match([rank(0, mine), rank(1, mine)])
+    assert pairs(found) == [(k, k) for k in range(4)]
+    assert found.shares == {0: 1.0, 1: 1.0}
+    assert match([rank(0, mine[4:]), rank(1, mine[4:])]).shares == {}
+
+
+def test_groups_of_one_name_whose_members_are_not_told_are_left_alone(rank: Any) -> None:
+    # the profiler cuts long lists of members: two groups of two, and nobody says which
+    mine = [{**call, "members": (), "group_size": 2} for call in calls(4)]
+    found = match([rank(r, mine, world=4) for r in range(4)])
+    assert found.matched == []
+    assert len(match([rank(r, mine, world=4) for r in range(2)]).matched) == 4
+
+
 def test_different_jobs_have_nothing_in_common(rank: Any) -> None:
     other = [{**call, "nbytes": 77} for call in calls(8)]
     found = match([rank(0, calls(8)), rank(1, other)])

@@ -23,7 +23,7 @@ from flopwise.trace import cpu
 from flopwise.trace.calls import tensors
 from flopwise.trace.chrome import Progress, Trace, read
 from flopwise.trace.collectives import DTYPE_WORDS, Moved, moved
-from flopwise.trace.health import sift
+from flopwise.trace.health import NO_TIME_NS, sift
 from flopwise.trace.idle import CAUSES
 from flopwise.trace.intervals import Spans, covered, subtract, union
 from flopwise.trace.kinds import Kind
@@ -82,8 +82,7 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
     if record is None and wanted.ledger:
         record = record_of(taken)
         record.findings.extend(findings(scene_of(taken, record)))
-    base = trace.header.get("baseTimeNanoseconds")
-    base_ns = base if isinstance(base, int) and not isinstance(base, bool) else 0
+    base_ns = _whole(trace.header.get("baseTimeNanoseconds"), NO_TIME_NS) or 0
     first = taken.sound.first
     bounds = taken.marks.bounds_ns[first:]
     defects: list[Defect] = []
@@ -132,8 +131,8 @@ def no_ledger(wanted: Wanted, reason: str) -> RankSummary:
     )
 
 
-def _whole(value: object) -> int | None:
-    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+def _whole(value: object, limit: int = 2**31) -> int | None:
+    good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
     return value if good and isinstance(value, int) else None
 
 

@@ -21,6 +21,8 @@ APART_NS = 1_000_000
 UNALIGNED_NS = 1_000_000
 #: Of a rank's calls so many must be found on the others, or they are other calls. Windows that start apart leave more.
 MATCHED_FRAC = 0.5
+#: So many of them may say that they are of a group without it, where single events are damaged.
+STRANGE_FRAC = 0.01
 #: Calls that take more than this share of all calls' time and do not say what they move leave bandwidth unknown.
 UNLABELLED_FRAC = 0.1
 SHOWN = 5  # ranks, files or kernels that are named
@@ -48,6 +50,7 @@ def across(
         *_unknown(summaries),
         *_jobs(summaries),
         *_twice(summaries),
+        *_strangers(summaries),
         *_missing(summaries),
         *_unlabelled(summaries),
         *_windows(summaries),
@@ -74,10 +77,16 @@ def _known(summaries: Sequence[RankSummary]) -> dict[int, RankSummary]:
     return {one.rank: one for one in summaries if one.rank is not None}
 
 
+def _calling(summaries: Sequence[RankSummary]) -> dict[int, RankSummary]:
+    """Returns those that have calls with other ranks."""
+    return {rank: one for rank, one in _known(summaries).items() if one.calls.shared.any()}
+
+
 def _world(summaries: Sequence[RankSummary]) -> int:
-    """Returns how many ranks the job has, as far as its files say."""
+    """Returns how many ranks the job has, as far as its files say: in their headers, or by the largest group."""
     sizes = Counter(one.world_size for one in summaries if one.world_size)
-    return sizes.most_common(1)[0][0] if sizes else len(summaries)
+    said = sizes.most_common(1)[0][0] if sizes else len(summaries)
+    return max(said, *(int(one.calls.group_size.max(initial=0)) for one in summaries), 0)
 
 
 def _names(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
@@ -139,6 +148,25 @@ def _twice(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
             )
 
 
+def _strangers(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
+    """Ranks that make calls of groups whose members they are not: the file is of another rank."""
+    for rank, one in sorted(_known(summaries).items()):
+        foreign = Counter(m for m in one.calls.members if m and rank not in m)
+        n = sum(foreign.values())
+        if n:
+            first = foreign.most_common(1)[0][0]
+            yield defect(
+                "H210",
+                f"{n} of {len(one.calls)} calls of rank {rank} are of groups without it (ranks {_some(first)}): the file is of "
+                "another rank",
+                count=n,
+                of=len(one.calls),
+                rank=rank,
+                path=one.path,
+                matters=n > STRANGE_FRAC * len(one.calls),
+            )
+
+
 def _missing(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
     world, known = _world(summaries), _known(summaries)
     absent = world - len(known)
@@ -167,7 +195,7 @@ def _without(summaries: Sequence[RankSummary], known: set[int]) -> tuple[int, in
 def _unlabelled(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
     """Communication that does not say what it moves, beside such that does or not."""
     world = _world(summaries)
-    if world > 1 and not any(len(one.calls) for one in summaries):
+    if world > 1 and not any(one.calls.shared.any() for one in summaries):
         yield defect(
             "H211",
             f"no call between the ranks of a job of {world} was recognized: its kernels have names that are not known, or "
@@ -243,8 +271,8 @@ def _devices(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
 
 
 def _matched(summaries: Sequence[RankSummary], matched: Mapping[int, float]) -> Iterator[Defect]:
-    known = {rank: one for rank, one in _known(summaries).items() if len(one.calls)}
-    silent = [one for one in summaries if not len(one.calls)]
+    known = _calling(summaries)
+    silent = [one for one in summaries if not one.calls.shared.any()]
     if known and silent:
         yield defect(
             "H210",
@@ -257,12 +285,13 @@ def _matched(summaries: Sequence[RankSummary], matched: Mapping[int, float]) -> 
     for rank, one in sorted(known.items()):
         share = matched.get(rank, 0.0)
         if share < MATCHED_FRAC:
+            calls = int(one.calls.shared.sum())
             yield defect(
                 "H210",
-                f"{share:.0%} of the {len(one.calls)} calls of rank {rank} were found on the other ranks: they are of another "
+                f"{share:.0%} of the {calls} calls of rank {rank} were found on the other ranks: they are of another "
                 "job, of another part of it, or incomplete",
-                count=round((1 - share) * len(one.calls)),
-                of=len(one.calls),
+                count=round((1 - share) * calls),
+                of=calls,
                 rank=rank,
                 path=one.path,
             )
@@ -271,7 +300,7 @@ def _matched(summaries: Sequence[RankSummary], matched: Mapping[int, float]) -> 
 def _clocks(
     summaries: Sequence[RankSummary], offsets: Mapping[int, tuple[float, float]]
 ) -> Iterator[Defect]:
-    known = {rank: one for rank, one in _known(summaries).items() if len(one.calls)}
+    known = _calling(summaries)
     if len(known) < 2:
         return
     for rank, one in sorted(known.items()):

@@ -231,7 +231,9 @@ def _rank(
     if waited is not None and mine is not None:
         wait_frac = waited.share_of(p, calls.end_ns - calls.start_ns)
         if (mine[calls.step >= 0] >= 0).any():
-            wait = every.wait_ns * each
+            # Calls that the others' recordings lack wait as those do that they have.
+            known_ns = max(1, every.total_ns - every.unsplit_ns)
+            wait = every.wait_ns * every.total_ns / known_ns * each
     clock = clocks.from_first(p)
     ledger, reason = one.ledger, one.reason
     if ledger is not None and withheld.of(p, "ledger"):

@@ -60,17 +60,19 @@ def match(ranks: Sequence[RankSummary]) -> Matching:
             lanes[key][position] = numbers
     lanes = _joined(lanes)
     matched: list[Matched] = []
-    for numbers_of in lanes.values():
-        if len(numbers_of) < 2:
+    for (_, members, lane), numbers_of in lanes.items():
+        if len(numbers_of) < 2 or (not members and _several_groups(numbers_of, ranks)):
             continue
-        found = _by_sequence(numbers_of, ranks)
+        # Calls between two ranks are counted by each of them with those to all others.
+        found = None if lane else _by_sequence(numbers_of, ranks)
         matched += _by_content(numbers_of, ranks) if found is None else found
     matched.sort(key=lambda one: int(ranks[one.ranks[0]].calls.start_ns[one.calls[0]]))
     had: dict[int, int] = defaultdict(int)
     for one in matched:
         for position in one.ranks:
             had[position] += 1
-    shares = {p: had[p] / len(rank.calls) for p, rank in enumerate(ranks) if len(rank.calls)}
+    of = {p: int(rank.calls.shared.sum()) for p, rank in enumerate(ranks)}
+    shares = {p: had[p] / n for p, n in of.items() if n}
     return Matching(matched, shares, _scatter(matched, ranks))
 
 
@@ -78,7 +80,7 @@ def _lanes(one: RankSummary) -> Iterator[tuple[Key, list[int]]]:
     """Yields the calls of a rank by what they are matched within: the group, or the pair and direction."""
     found: dict[Key, list[int]] = defaultdict(list)
     calls = one.calls
-    for i in range(len(calls)):
+    for i in np.flatnonzero(calls.shared).tolist():
         members, name, lane = calls.members[i], calls.group[i], ""
         if calls.op[i] in ("send", "recv") and calls.peer[i] >= 0 and one.rank is not None:
             peer = int(calls.peer[i])
@@ -103,6 +105,12 @@ def _joined(
         had = joined.setdefault(key, {}).get(position, [])
         joined[key][position] = sorted([*had, *numbers])
     return joined
+
+
+def _several_groups(numbers_of: dict[int, list[int]], ranks: Sequence[RankSummary]) -> bool:
+    """Whether a group has fewer members than ranks that name it: which of them belong together is not known."""
+    sizes = {int(n) for p, i in numbers_of.items() for n in ranks[p].calls.group_size[i] if n > 0}
+    return bool(sizes) and min(sizes) < len(numbers_of)
 
 
 def _by_sequence(

@@ -51,6 +51,7 @@ class Caused:
     ns: float = 0.0  # over all matched calls: the mean wait of the ranks of the group
     others_ns: float = 0.0  # in the steps that count: the mean wait of the others
     calls: int = 0  # to which it came last
+    steps: int = 0  # of its steps that count, those with a matched call
     each_ns: Floats = field(
         default_factory=lambda: np.zeros(0)
     )  # by matched call, 0 where another was last
@@ -66,7 +67,11 @@ def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Wait
     parts: dict[int, Floats] = defaultdict(lambda: np.zeros(len(PARTS)))
     count: dict[int, int] = defaultdict(int)
     others: dict[int, float] = defaultdict(float)
+    steps: dict[int, set[int]] = defaultdict(set)
     for k, one in enumerate(matched):
+        for p, i in zip(one.ranks, one.calls, strict=True):
+            if ranks[p].calls.step[i] >= 0:
+                steps[p].add(int(ranks[p].calls.step[i]))
         late = waits.last[k]
         if ranks[late].calls.op[one.calls[one.ranks.index(late)]] in ROOTED:
             continue
@@ -82,7 +87,10 @@ def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Wait
         longer = np.maximum(0.0, before[late] - usual)
         if longer.sum() > 0:
             parts[late] += waits.caused_ns[k] * longer / longer.sum()
-    found = [Caused(p, float(each[p].sum()), others[p], count[p], each[p], parts[p]) for p in each]
+    found = [
+        Caused(p, float(each[p].sum()), others[p], count[p], len(steps[p]), each[p], parts[p])
+        for p in each
+    ]
     return sorted(found, key=lambda one: (-one.ns, one.position))
 
 
@@ -107,7 +115,6 @@ def named(
         share = one.ns / total
         if share < least or one.ns < LEAST_FRAC * span_ns:
             continue
-        steps = max(0, len(ranks[one.position].bounds_ns) - 1)
         reasons = _reasons(one, ranks)
         known = {reason: s for reason, s in reasons.items() if s > 0}
         reason = max(known, key=lambda name: known[name], default="not known")
@@ -116,7 +123,7 @@ def named(
                 rank=_number(ranks, one.position),
                 caused_s=one.ns * 1e-9,
                 ci95=_interval(one.each_ns),
-                delay_s=one.others_ns * 1e-9 / steps if steps else 0.0,
+                delay_s=one.others_ns * 1e-9 / one.steps if one.steps else 0.0,
                 share_frac=share,
                 last_frac=one.calls / calls,
                 reason=reason,

@@ -11,6 +11,7 @@ from flopwise.records.job import Defect
 from flopwise.records.ledger import LedgerRecord
 
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 #: What a rank did between two calls, in ns; each is a column of `Calls.before`.
 PARTS = ("compute", "copy", "input", "sync", "launch", "device", "other")
 
@@ -35,7 +36,7 @@ class Calls:
     sequence: Ints  # of the call in its group; -1: not recorded
     peer: Ints  # of point-to-point calls; -1: none
     kernel: list[str]
-    labelled: npt.NDArray[np.bool_]  # it has metadata
+    labelled: Mask  # it has metadata
     exposed_ns: Ints  # of it, no compute ran
     #: Where compute ran meanwhile: all stretches of all calls one after the other, ns from the call's start, shape (m, 2); those of
     #: call i are [covered_from[i], covered_from[i + 1]), shape (n + 1,).
@@ -43,7 +44,7 @@ class Calls:
     covered_from: Ints
     step: Ints  # the number of the step that it lies in, -1: in none that counts
     backward_pass: Ints  # the number of the backward pass that launched it; -1: none did
-    updates: npt.NDArray[np.bool_]  # launched by an optimizer's step
+    updates: Mask  # launched by an optimizer's step
     tensors: list[tuple[int, ...]]  # addresses of what it is given; () where the trace has none
     #: What this rank did from the end of the call before to the start of this one, shape (n, len(PARTS)), ns.
     before: Ints
@@ -51,6 +52,13 @@ class Calls:
 
     def __len__(self) -> int:
         return len(self.start_ns)
+
+    @property
+    def shared(self) -> Mask:
+        """Which calls more than one rank takes part in: of a group of one there is nobody to wait for."""
+        alone = np.fromiter((len(each) == 1 for each in self.members), bool, len(self))
+        found: Mask = (self.group_size > 1) | ((self.group_size < 1) & ~alone)
+        return found
 
 
 def no_calls() -> Calls:
