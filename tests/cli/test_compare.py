@@ -37,6 +37,32 @@ def test_a_comparison_is_drawn(pair: tuple[str, str], capsys: pytest.CaptureFixt
     assert max(map(len, out.splitlines())) <= 110
 
 
+def test_folders_of_ranks_are_their_means(
+    training: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, shift in (("old", 0), ("new", 300)):
+        for rank in range(2):  # steps of 1000 us; of the new job 1300
+            t = training(8)
+            t.header["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": 2}
+            for event in t.events:
+                if event["cat"] == "kernel":
+                    event["ts"] += shift * ((event["ts"] - 20_000) // 1000)
+            folder = tmp_path / name / f"node{rank}"  # below the folder, one a node
+            folder.mkdir(parents=True)
+            (folder / "trace.json").write_text(t.text)
+            t.events.clear()
+    sides = [str(tmp_path / "old"), str(tmp_path / "new")]
+    assert main(["compare", *sides, "--json", "-"]) == 0
+    record = store.decode(
+        capsys.readouterr().out.encode(), ComparisonRecord, SCHEMA, "stdout"
+    )  # fmt: skip
+    assert (record.old.kind, record.old.world_size, record.new.kind) == ("job", 2, "job")
+    assert record.step.ratio == pytest.approx(1.3, rel=0.01)
+    (tmp_path / "none").mkdir()
+    assert main(["compare", sides[0], str(tmp_path / "none")]) == 2
+    assert "nothing is in it" in capsys.readouterr().err
+
+
 def test_json_to_stdout_is_all_of_it(
     pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

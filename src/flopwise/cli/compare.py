@@ -121,13 +121,12 @@ def _measured(path: Path, peak: Peak | None) -> Measured:
 
 
 def _is_a_job(path: Path) -> bool:
-    """Whether a path is a folder of ranks' traces: neither a run nor a tune, nor a folder of runs."""
+    """Whether a path is a folder that can be one of ranks' traces: neither a run nor a tune, nor a folder of runs."""
     try:
         return (
             path.is_dir()
             and not any((path / name).is_file() for name in ("run.json", "tune.json"))
             and not any(path.glob("*/run.json"))
-            and any(path.glob("*.json*"))
         )
     except OSError:
         return False

@@ -69,7 +69,8 @@ class RankRecord:
         float | None
     )  # a recorded step, exposed or not; several calls at once count once
     exposed_s: float | None  # of it, without compute at the same time
-    wait_s: float | None  # of communication_s, while no call moved data; None: withheld
+    #: A step, of those with calls that the others' recordings have, too: while none of them moved data. None: withheld.
+    wait_s: float | None
     clock_offset_s: float | None  # of its clock to that of the first rank
     clock_error_s: float | None  # of that
     notes: list[str] = field(default_factory=list)

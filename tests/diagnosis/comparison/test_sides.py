@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -63,6 +64,8 @@ def a_job(a_ledger: Callable[..., LedgerRecord]) -> Callable[..., job.JobRecord]
             stragglers=[],
             stragglers_reason=None,
             findings=[],
+            mfu=math.fsum(one.mfu or 0.0 for one in ledgers) / len(ledgers),
+            profiled=any(one.profiled for one in ledgers),
         )
         return dataclasses.replace(made, **fields)
 

@@ -202,7 +202,6 @@ def of_job(record: JobRecord, path: str) -> Measured:
         )
     ledgers = [rank.ledger for rank in record.ranks if rank.ledger is not None]
     step = _mean(record.step_s, _mean_each([one.step_s_each for one in ledgers]), path)
-    mfus = [one.mfu for one in ledgers if one.mfu is not None]
     flops = [one.model_flops_per_step for one in ledgers if one.model_flops_per_step is not None]
     doubts = [defect.evidence for defect in record.health.defects if defect.withholds]
     doubts += record.untrusted_because
@@ -212,14 +211,16 @@ def of_job(record: JobRecord, path: str) -> Measured:
         device_name=record.device_name,
         rank=None,
         world_size=record.world_size,
-        profiled=any(one.profiled for one in ledgers),
+        profiled=record.profiled,
         steps=record.steps,
         steps_by=ledgers[0].steps_by if ledgers else None,
         step_s=step.s,
         step_ci95=_ci95(step),
-        mfu=math.fsum(mfus) / len(mfus) if mfus and len(mfus) == len(ledgers) else None,
-        mfu_reason=None if mfus else "no rank has one",
-        model_flops_per_step=math.fsum(flops) / len(flops) if flops else None,
+        mfu=record.mfu,
+        mfu_reason=record.mfu_reason,
+        model_flops_per_step=math.fsum(flops) / len(flops)
+        if flops and len(flops) == len(record.ranks)
+        else None,
         peak_flops_per_s=ledgers[0].peak_flops_per_s if ledgers else None,
         trusted=not doubts if record.lines else None,
         untrusted_because=doubts,

@@ -230,10 +230,8 @@ def _rank(
     wait = wait_frac = None
     if waited is not None and mine is not None:
         wait_frac = waited.share_of(p, calls.end_ns - calls.start_ns)
-        if (mine[calls.step >= 0] >= 0).any():
-            # Calls that the others' recordings lack wait as those do that they have.
-            known_ns = max(1, every.total_ns - every.unsplit_ns)
-            wait = every.wait_ns * every.total_ns / known_ns * each
+        with_twins = len(np.unique(calls.step[(calls.step >= 0) & (mine >= 0)]))
+        wait = every.wait_ns * 1e-9 / with_twins if with_twins else None
     clock = clocks.from_first(p)
     ledger, reason = one.ledger, one.reason
     if ledger is not None and withheld.of(p, "ledger"):
