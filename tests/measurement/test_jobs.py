@@ -140,6 +140,20 @@ def test_a_rank_that_only_the_whole_file_tells_may_be_claimed_twice(folder: Path
         read_ranks(sources)
 
 
+def test_a_name_of_another_rank_is_said_once(folder: Path) -> None:
+    (folder / "rank0.json").rename(folder / "a.json")
+    (folder / "rank1.json").rename(folder / "rank0.json")
+    (folder / "a.json").rename(folder / "trace_1.json")
+    job = analyse(find([folder]))
+    assert [one.rank for one in job.ranks] == [0, 1, 2, 3]
+    said = [one.path for one in job.health.defects if one.code == "H208"]
+    assert said == [str(folder / "rank0.json")]
+    (note,) = [note for note in job.notes if "its name says" in note]
+    assert note.startswith(
+        f"{folder / 'trace_1.json'}: its name says rank 1, the file itself rank 0"
+    )
+
+
 class Broken(ThreadPoolExecutor):
     """An executor whose second task is ended from outside."""
 

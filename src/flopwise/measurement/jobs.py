@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from flopwise.diagnosis.ledger.build import Given
 from flopwise.diagnosis.ranks.beside import hangs, routes
 from flopwise.diagnosis.ranks.collect import Wanted, not_read, summary_of
+from flopwise.diagnosis.ranks.health import named_rank
 from flopwise.diagnosis.ranks.job import job_of
 from flopwise.diagnosis.ranks.summary import RankSummary
 from flopwise.errors import FlopwiseError
@@ -109,7 +110,9 @@ def conclude(sources: Sources, ranks: Sequence[RankSummary]) -> JobRecord:
     logs = [read_nccl_log(one.path) for one in sources if one.kind == "nccl-log"]
     more, said = routes(logs)
     notes = [f"{one.path} was left out: {one.reason}" for one in sources.left_out]
-    notes += [f"{one.path}: {one.doubt}" for one in sources if one.doubt]
+    # What H208 says already is not said again.
+    doubted = [one for one in sources if one.doubt and named_rank(str(one.path)) is None]
+    notes += [f"{one.path}: {one.doubt}" for one in doubted]
     traces = [one for one in sources if one.kind in ("kineto", "nsys")]
     if len(traces) > 1 and all(one.rank_from == ITS_ORDER for one in traces):
         notes.append(

@@ -15,6 +15,7 @@ from flopwise.hardware.host import cpu_model
 from flopwise.records import run as records
 from flopwise.records.rank import RankRecord, StepRow
 from flopwise.records.run import RunRecord
+from flopwise.records.trainings import one_per_rank
 from flopwise.summary.context import Context
 from flopwise.summary.devices import Devices
 from flopwise.summary.peaks import device_match
@@ -30,7 +31,7 @@ from flopwise.summary.steps import (
     steps_of,
     too_few_looks,
 )
-from flopwise.summary.trainings import lead_of, missing_ranks, one_per_rank, other_trainings
+from flopwise.summary.trainings import lead_of, missing_ranks, other_trainings
 from flopwise.summary.work import mfu_of, throughput_of
 from flopwise.units import percent
 

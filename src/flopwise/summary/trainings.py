@@ -1,48 +1,19 @@
-"""Which records belong to one training: a job may train several times, one after another or side by side."""
+"""What is said of the trainings of one job, and which rank stands for one."""
 
 from __future__ import annotations
 
 import os
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 
 from flopwise.errors import NothingMeasuredError
 from flopwise.records.rank import RankRecord
-
-
-def one_per_rank(ranks: Sequence[RankRecord]) -> list[RankRecord]:
-    """Returns the records of one training, in order of rank: of several in one job, the one that was timed longest."""
-    return max(_trainings(ranks), key=_weight)
-
-
-def _trainings(ranks: Sequence[RankRecord]) -> list[list[RankRecord]]:
-    """Returns the records by training, in order of their start.
-
-    A job may train several times, one after another or side by side. Records belong together that come from one
-    launch and hold each rank once.
-    """
-    found: list[dict[int, RankRecord]] = []
-    newest: dict[tuple[str, int], dict[int, RankRecord]] = {}
-    for record in sorted(ranks, key=lambda r: (r.started_ns, r.host, r.pid, r.rank, len(r.rows))):
-        key = (record.launch, record.world_size)
-        group = newest.get(key)
-        if group is None or record.rank in group:
-            group = newest[key] = {}
-            found.append(group)
-        group[record.rank] = record
-    return [[group[rank] for rank in sorted(group)] for group in found]
-
-
-def _weight(training: Sequence[RankRecord]) -> tuple[float, int]:
-    """Returns the mean time over ranks that was timed, and the number of intervals seen."""
-    timed = [sum(row.ns for row in r.rows if row.kind == "timed") for r in training]
-    return statistics.fmean(timed), sum(len(r.rows) for r in training)
+from flopwise.records.trainings import trainings, weight
 
 
 def other_trainings(ranks: Sequence[RankRecord], chosen: Sequence[RankRecord]) -> list[str]:
     """Returns what is to be said about the trainings that this record is not about."""
-    others = [t for t in _trainings(ranks) if t != list(chosen) and _weight(t)[0] > 0]
+    others = [t for t in trainings(ranks) if t != list(chosen) and weight(t)[0] > 0]
     if not others:
         return []
 

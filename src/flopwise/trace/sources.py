@@ -23,6 +23,7 @@ from flopwise.errors import FlopwiseError, RecordError
 from flopwise.records import rank as rank_records
 from flopwise.records import store
 from flopwise.records.rank import PROFILE_FOLDER, RankRecord
+from flopwise.records.trainings import one_per_rank
 from flopwise.trace import nsys
 from flopwise.trace.stream import TraceError, _open
 
@@ -272,9 +273,9 @@ class _Search:
                 self._leave_out(path, str(error).removeprefix(f"{path}: "))
         if not records:
             return False
-        chosen = _one_training(records)
+        chosen = one_per_rank([record for _, record in records])
         for path, record in records:
-            if (path, record) not in chosen:
+            if not any(record is one for one in chosen):
                 self._leave_out(
                     path, "is of another training in this run, which was timed for less long"
                 )
@@ -312,27 +313,6 @@ class _Search:
             if rank is not None:
                 source = _by_file(source, rank, world)
         self.sources.append(source)
-
-
-def _one_training(records: list[tuple[Path, RankRecord]]) -> list[tuple[Path, RankRecord]]:
-    """Returns the records of one training, each rank once: of several in one job, the one that was timed longest."""
-    trainings: list[dict[int, tuple[Path, RankRecord]]] = []
-    newest: dict[tuple[str, int], dict[int, tuple[Path, RankRecord]]] = {}
-    for path, record in sorted(
-        records, key=lambda one: (one[1].started_ns, one[1].host, one[1].pid)
-    ):
-        key = record.launch, record.world_size
-        group = newest.get(key)
-        if group is None or record.rank in group:
-            group = newest[key] = {}
-            trainings.append(group)
-        group[record.rank] = path, record
-
-    def timed_ns(group: dict[int, tuple[Path, RankRecord]]) -> float:
-        each = [sum(r.ns for r in record.rows if r.kind == "timed") for _, record in group.values()]
-        return sum(each) / len(each)
-
-    return list(max(trainings, key=timed_ns).values())
 
 
 def _no_windows(folder: Path, record: RankRecord) -> str | None:

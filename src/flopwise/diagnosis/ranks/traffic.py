@@ -22,8 +22,8 @@ LATENCY_BYTES = 1 << 20
 ACCUMULATION, REPEATED, BUFFERS, WIDE = "accumulation", "repeated", "buffers", "wide-gradients"
 #: Dtypes of token numbers, labels and lengths.
 WHOLE_NUMBERS = frozenset(("i64", "i32", "i8", "u8"))
-#: Products of 16 bit are so much of all kernel time with FLOPs that the model is one of 16 bit.
-MOSTLY_FRAC = 0.5
+#: Products in slower dtypes cost, beyond what they would in 16 bit, less than this of the useful time: the model is one of 16 bit.
+SLOWER_MOST_FRAC = 0.5
 
 
 @dataclass(eq=False)
@@ -347,4 +347,4 @@ def _in_16_bit(one: RankSummary) -> bool:
         return False
     lines = {line.name: line.s for line in one.ledger.lines}
     ideal, slower = lines.get("ideal", 0.0), lines.get("precision", 0.0)
-    return ideal > 0 and slower < (1 - MOSTLY_FRAC) * ideal
+    return ideal > 0 and slower < SLOWER_MOST_FRAC * ideal
