@@ -333,6 +333,18 @@ def test_progress_of_what_takes_long(
     assert capsys.readouterr().err == ""
 
 
+def test_how_many_ranks_are_read_is_said_at_the_end_in_any_case(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([0.0, 1.0, 4.0, 4.1, 4.2])
+    monkeypatch.setattr(analyze.time, "monotonic", lambda: next(now))
+    told = analyze.Ranks()
+    for done in (1, 2, 3, 4):
+        told(done, 4)
+    told.end()
+    assert capsys.readouterr().err == "\r2 of 4 ranks read \r4 of 4 ranks read \n"
+
+
 @pytest.mark.parametrize("option", ["--json", "--html"])
 def test_the_trace_is_never_written_over(
     training: Any, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -14,7 +14,7 @@ import pytest
 from flopwise.records.finding import Finding
 from flopwise.records.job import CONCLUSIONS, Defect, Health, JobRecord
 from flopwise.records.ledger import Line
-from flopwise.reports.html import render_job_html
+from flopwise.reports.html import job_heat, render_job_html
 
 Make = Callable[..., JobRecord]
 Parsed = Callable[[str], Any]
@@ -136,6 +136,27 @@ def test_of_many_ranks_a_picture_and_the_telling_ones(job: Make, parsed: Parsed)
     assert len(heat.rows()) == 34
     assert "992 ranks that are less telling: in the JSON" in heat.text
     assert ["1", "0.400", "0.300", "0.300"] in heat.rows()
+
+
+def test_in_the_picture_a_line_that_a_ledger_lacks_is_less_than_the_mean(
+    job: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[list[list[float]]] = []
+
+    def picture(rows: list[list[float]], color: object) -> str:
+        drawn.append(rows)
+        return "data:image/png;base64,"
+
+    monkeypatch.setattr(job_heat, "data_uri", picture)
+    ranks = job(3).ranks
+    first = ranks[0].ledger
+    assert first is not None
+    lines = [line for line in first.lines if line.name != "ideal"]
+    none = dataclasses.replace(ranks[1], ledger=None, ledger_reason="withheld")
+    lacking = dataclasses.replace(ranks[0], ledger=dataclasses.replace(first, lines=lines))
+    job_heat.draw(job(3, ranks=[lacking, none, ranks[2]]), 1)
+    ((ideal, *_),) = drawn  # of 0, not known and 0.4 ms
+    assert ideal == pytest.approx([-1.0, 0.0, 1.0])
 
 
 def test_names_that_a_page_would_obey(job: Make, parsed: Parsed) -> None:

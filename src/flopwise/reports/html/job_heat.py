@@ -121,7 +121,7 @@ def _picture(
     if not 0 < most < math.inf:
         return el("p.dim", "All ranks have the same lines.")
     rows = [
-        [(one.get(name, means[name]) - means[name]) / most for one in seconds[:COLUMNS]]
+        [(one.get(name, 0.0) - means[name]) / most if one else 0.0 for one in seconds[:COLUMNS]]
         for name in names
     ]
     label = "Lines of all ranks; darker: more than the mean over ranks"
