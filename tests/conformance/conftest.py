@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from flopwise.diagnosis.ledger.soundness import judge
-from flopwise.diagnosis.ranks.health import (
-    across,
-    certificate,
-    defects_of,
-    named_rank,
-    rank_of,
-    unreadable,
-    withheld_for,
-)
-from flopwise.diagnosis.ranks.summary import Calls, RankSummary, no_calls
-from flopwise.errors import FlopwiseError
-from flopwise.records.job import Defect, Health
-from flopwise.trace.chrome import Trace, read
-from flopwise.trace.families import communicates
-from flopwise.trace.health import Sifted, sift
-from flopwise.trace.kinds import Kind
-from flopwise.trace.launches import launches
-from flopwise.trace.partition import devices
-from flopwise.trace.steps import steps
-from flopwise.trace.table import Events
+from flopwise.diagnosis.ranks.health import named_rank, withheld_for
+from flopwise.diagnosis.ranks.job import job_of
+from flopwise.measurement.jobs import Stage, read_rank
+from flopwise.records.job import Health
+from flopwise.trace.sources import ITS_NAME, Source
 
 STEPS, STEP_US, HOST_US = 6, 1000.0, 6_000_000.0
 KERNELS = 8  # of compute, a step
@@ -102,8 +84,7 @@ class Examined:
     """What is said of a folder."""
 
     health: Health
-    ranks: list[int | None]
-    refused: dict[str, str]  # by file, why it cannot be read
+    ranks: list[int | None]  # by the names of the files
 
     @property
     def codes(self) -> dict[str, list[int | None]]:
@@ -125,77 +106,13 @@ class Examined:
 
 @pytest.fixture(scope="session")
 def examine() -> Callable[[Path], Examined]:
-    """Returns a function that looks at a folder: files, calls, clocks, by what matching from the last call tells."""
+    """Returns a function that looks at all files of a folder, those too that could not be taken for one job."""
 
     def look(folder: Path) -> Examined:
-        summaries, defects, refused = [], [], {}
+        found = []
         for path in sorted(folder.glob("*.json*")):
-            try:
-                trace = read(path)
-            except FlopwiseError as error:
-                refused[path.name] = str(error)
-                defects.append(unreadable(str(path), str(error), named_rank(str(path))))
-                continue
-            sifted = sift(trace.events)
-            found = defects_of(trace, sifted)
-            defects += found
-            summaries.append(_summary(trace, sifted, found))
-        between = across(summaries, **_aligned(summaries))
-        ranks = [one.rank for one in summaries]
-        return Examined(certificate(defects, between, ranks), ranks, refused)
+            source = Source("kineto", path, named_rank(str(path)), ITS_NAME)
+            found.append(read_rank(Stage(source, ledger=False)))
+        return Examined(job_of(found).health, [one.rank for one in found])
 
     return look
-
-
-def _summary(trace: Trace, sifted: Sifted, defects: list[Defect]) -> RankSummary:
-    events = sifted.events
-    about = trace.header.get("distributedInfo") or {}
-    found = devices(events)
-    calls, bounds = no_calls(), np.zeros(0, np.int64)
-    if found:
-        work = launches(events, found[0])
-        marks = steps(events, work)
-        bounds = marks.bounds_ns[judge(trace.events, sifted, work, marks).first :]
-        calls = _calls(events, found[0], bounds)
-    properties = trace.header.get("deviceProperties") or [{}]
-    return RankSummary(
-        trace.path, rank_of(trace), about.get("world_size"), found[0] if found else None,
-        properties[0].get("name"), None, None, bounds, calls, defects,
-    )  # fmt: skip
-
-
-def _calls(events: Events, device: int, bounds: Any) -> Calls:
-    rows = np.flatnonzero(
-        events.of(Kind.KERNEL) & (events.device == device) & events.names_where(communicates)
-    )
-    said = [
-        events.collectives[events.collective[row]] if events.collective[row] >= 0 else None
-        for row in rows
-    ]
-    step = np.searchsorted(bounds, events.start_ns[rows], "right") - 1
-    return dataclasses.replace(
-        no_calls(),
-        start_ns=events.start_ns[rows],
-        end_ns=events.end_ns[rows],
-        nbytes=np.asarray([one.elements_in if one else -1 for one in said], np.int64),
-        group=["" for _ in said],
-        members=[() for _ in said],
-        peer=np.full(len(rows), -1),
-        kernel=[events.name_of(int(row)) for row in rows],
-        labelled=np.asarray([one is not None for one in said], bool),
-        step=np.where(step < max(0, len(bounds) - 1), step, -1),
-    )
-
-
-def _aligned(summaries: list[RankSummary]) -> dict[str, Any]:
-    """Returns offsets and shares as the last calls have them: each with the first rank's of the same place from the end."""
-    offsets, matched = {}, {}
-    first = summaries[0].calls
-    for one in summaries:
-        n = min(len(one.calls), len(first))
-        if one.rank is not None and n:
-            apart = (one.calls.end_ns[-n:] - first.end_ns[-n:]).astype(float)
-            offset = float(np.median(apart))
-            offsets[one.rank] = (offset, float(np.abs(apart - offset).max()))
-            matched[one.rank] = n / len(one.calls)
-    return {"offsets": offsets, "matched": matched}
