@@ -26,7 +26,9 @@ WORDS = {
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def write(timeline: Any, name: str, rank: int, world: int, late: float, n: int = 8) -> Path:
+def write(
+    timeline: Any, name: str, rank: int, world: int, late: float, n: int = 8, update: float = 200
+) -> Path:
     """A rank of a job. Each step: a kernel of 300 and `late`, an all-reduce that ends at 700, the optimizer's kernel."""
     words = {**WORDS, "Group size": world, "Process Group Ranks": str(list(range(world)))}
     for k in range(n):
@@ -35,7 +37,7 @@ def write(timeline: Any, name: str, rank: int, world: int, late: float, n: int =
         op = timeline.op("record_param_comms", at + 300, 10, **words)
         timeline.kernel(NCCL, at + 330 + late, 370 - late, at=at + 302, op=op, stream=20, **words)
         timeline.optimizer(at + 705, 40)
-        timeline.kernel("update", at + 720, 200, at=at + 710)
+        timeline.kernel("update", at + 720, update, at=at + 710)
     timeline.on("NVIDIA H100 80GB HBM3")
     timeline.header["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": world}
     written: Path = timeline.write(name)
@@ -130,6 +132,19 @@ def test_calls_before_the_others_recordings_begin_do_not_dilute_the_waiting(
     assert [one.wait_s for one in job.ranks] == pytest.approx([200e-6, 0, 200e-6])
     (straggler,) = job.stragglers
     assert (straggler.rank, straggler.delay_s) == (1, pytest.approx(200e-6))
+
+
+def test_a_lower_clock_is_told_though_its_collectives_are_shorter(timelines: Any) -> None:
+    found = []
+    for r in range(3):  # all kernels of rank 1 take 10 % longer
+        late, update = (30.0, 220.0) if r == 1 else (0.0, 200.0)
+        path = write(timelines(), f"rank{r}.json", r, 3, late, update=update)
+        found.append(summary_of(read(path), Wanted(str(path))))
+    assert set(found[1].kernels) == {"gemm", "update"}
+    (straggler,) = job_of(found).stragglers
+    assert (straggler.rank, straggler.reason) == (1, "clock")
+    assert "longer there: gemm 0.33 ms a step, 0.3 on the others" in straggler.evidence
+    assert "nccl" not in straggler.evidence
 
 
 def test_even_ranks_have_no_straggler(summaries: Any) -> None:

@@ -90,6 +90,11 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
         defects = defects_of(
             trace, taken.sifted, rank=rank, device=taken.device, marks=taken.marks, first=first
         )
+    calls = calls_of(taken, base_ns)
+    kernels = durations(
+        taken.job.events, taken.job.work, int(bounds[0]), int(bounds[-1]), len(bounds) - 1
+    )
+    talks = set(calls.kernel)  # which take as long as they wait
     return RankSummary(
         path=wanted.path,
         rank=rank,
@@ -99,12 +104,10 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
         ledger=record,
         reason=None if record is not None else "not asked for",
         bounds_ns=bounds + base_ns,
-        calls=calls_of(taken, base_ns),
+        calls=calls,
         defects=defects,
         lines_ns=taken.tally.lines,
-        kernels=durations(
-            taken.job.events, taken.job.work, int(bounds[0]), int(bounds[-1]), len(bounds) - 1
-        ),
+        kernels={name: of for name, of in kernels.items() if name not in talks},
         events=len(trace.events),
     )
 

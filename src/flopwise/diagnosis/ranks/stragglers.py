@@ -201,7 +201,7 @@ def _of_compute(position: int, ranks: Sequence[RankSummary]) -> str:
     ratios, weights = np.asarray(slower).T
     mean = float(np.average(ratios, weights=weights))
     if mean - 1 < SLOWER_FRAC:
-        return "work"
+        return "not known"  # what it computes there the others compute elsewhere
     spread = float(np.sqrt(np.average((ratios - mean) ** 2, weights=weights)))
     if spread >= ALIKE_FRAC * (mean - 1):
         return "kernels"

@@ -85,7 +85,7 @@ class RankSummary:
     bounds_ns: Ints  # of the steps on the device that count, shape (n + 1,)
     calls: Calls
     defects: list[Defect]
-    #: By kernel name: how many a step, and their mean duration in ns.
+    #: By the name of kernels and copies, but for collectives: how many a step, and their mean duration in ns.
     kernels: dict[str, tuple[float, float]] = field(default_factory=dict)
     events: int = 0
     sm_mhz: float | None = None
