@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from concurrent.futures import BrokenExecutor, Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +35,41 @@ def test_ray_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UsageError, match=r"pip install 'flopwise\[ray\]'"):
         Ray("auto")
+
+
+class Lost(Exception):
+    """Stands in for what Ray raises of a task whose machines are all lost."""
+
+
+class Raised(Lost):
+    """Stands in for what Ray raises of a task that itself raised."""
+
+
+@pytest.mark.parametrize(
+    ("error", "becomes"),
+    [(Lost("node died\nmore"), BrokenExecutor), (Raised("a bug"), Raised), (None, type(None))],
+)
+def test_a_task_that_the_cluster_loses_is_no_bug_of_ours(
+    error: Exception | None, becomes: type
+) -> None:
+    task: Future[int] = Future()
+    ray = SimpleNamespace(
+        remote=lambda **how: (
+            lambda fn: SimpleNamespace(remote=lambda *args: SimpleNamespace(future=lambda: task))
+        )
+    )
+    executor = Ray.__new__(Ray)
+    executor._ray, executor._lost, executor._raised = ray, Lost, Raised
+    future = executor.submit(abs, -3)
+    if error is None:
+        task.set_result(3)
+        assert future.result() == 3
+    else:
+        task.set_exception(error)
+    found = future.exception()
+    assert isinstance(found, becomes)
+    if becomes is BrokenExecutor:
+        assert str(found) == "Lost: node died"
 
 
 def slowly(stage: Stage, marks: str) -> RankSummary:
