@@ -312,6 +312,11 @@ class TestAcross:
         one = between(rank(0), rank(1), offsets={0: (0.0, 0.0), 1: offset})["H204"]
         assert one.withholds == ["waits", "stragglers"]
 
+    def test_ends_that_stay_apart_by_a_small_part_of_the_waiting(self) -> None:
+        offsets = {0: (0.0, 0.0), 1: (0.0, 3e6)}
+        assert "H204" not in between(rank(0), rank(1), offsets=offsets, apart={0: 8e7, 1: 8e7})
+        assert "H204" in between(rank(0), rank(1), offsets=offsets, apart={0: 5e7, 1: 5e7})
+
     def test_a_clock_that_nothing_aligns(self) -> None:
         one = between(rank(0), rank(1), offsets={0: (0.0, 0.0)})["H204"]
         assert (one.rank, one.withholds) == (1, ["waits", "stragglers"])
