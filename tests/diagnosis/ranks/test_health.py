@@ -224,6 +224,16 @@ class TestDefectsOf:
         timeline.kernel("k", 10, -5, at=1)
         assert {*found(timeline)["H116"].withholds} == {*TIMES, *CALLS}
 
+    def test_operators_of_a_device_that_was_not_recorded(self, timeline: Any) -> None:
+        timeline.op("aten::cudnn_convolution", 10, 20)
+        one = found(timeline)["H116"]
+        assert {*one.withholds} == {*TIMES, *CALLS}
+        assert "no job on a CPU" in one.evidence
+
+    def test_operators_of_a_cpu(self, timeline: Any) -> None:
+        timeline.op("aten::mm", 10, 20)
+        assert found(timeline) == {}
+
     def test_nothing_at_all(self, timeline: Any) -> None:
         assert found(timeline) == {}
 
