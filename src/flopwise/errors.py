@@ -52,3 +52,15 @@ class PlanError(FlopwiseError):
 
 class AttachError(FlopwiseError):
     """A hook that the meter leans on is not there in this torch."""
+
+
+class FlopwiseWarning(UserWarning):
+    """Something works, but not as one would think: said once."""
+
+
+class GraphWarning(FlopwiseWarning):
+    """A step or a module runs eagerly after all, and this says why (kit.graph)."""
+
+
+class GraphError(FlopwiseError):
+    """A step cannot be captured, compiled or folded as asked, and running it otherwise would be wrong (kit.graph)."""

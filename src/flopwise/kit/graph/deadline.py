@@ -1,0 +1,145 @@
+"""A deadline on work that may never end: it runs in a thread of its own, and the caller waits no longer than agreed.
+
+No alarm signal is used, so it works outside the main thread and beside a script that uses the signal itself. When
+the time has passed the caller goes on at once; the thread, and any thread that compiles on its behalf (autograd's
+threads compile the backward), is told to stop by an exception at its next bytecode.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import TypeVar
+
+import torch
+
+from flopwise.kit.graph.compiler import stop_compile_workers
+
+T = TypeVar("T")
+
+#: For so long an abandoned thread is reminded once a tenth of a second, before its compiler's workers are ended, and after.
+GRACE_S = 2.0
+_COMPILER = tuple(
+    os.path.join(os.sep + "torch", room, "") for room in ("_inductor", "_dynamo", "_functorch")
+)
+
+
+class Overdue(Exception):
+    """The deadline passed."""
+
+
+class _Stop(BaseException):
+    """Ends an abandoned thread. Not an Exception, so that no handler inside the compiler swallows it."""
+
+
+class Within:
+    """Runs functions in a helper thread, each under a deadline; the calling thread's modes hold in it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.left_s = seconds
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Returns what the function returns.
+
+        Raises:
+            Overdue: the deadline passed; the function is being stopped and its result is lost.
+            Exception: what the function raised.
+        """
+        if self.left_s <= 0:
+            raise Overdue("no time left")
+        results: list[T] = []
+        errors: list[BaseException] = []
+        ambient = _Ambient()
+        others = set(_compiling(set()))  # whose compilations are none of ours
+
+        def work() -> None:
+            try:
+                with ambient.entered():
+                    results.append(function())
+            except _Stop:
+                pass
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=work, name="flopwise-compile", daemon=True)
+        started = time.monotonic()
+        thread.start()
+        thread.join(self.left_s)
+        spent_s = time.monotonic() - started
+        self.left_s -= spent_s
+        if thread.is_alive():
+            threading.Thread(
+                target=_stop, args=(thread, others), name="flopwise-stop", daemon=True
+            ).start()
+            # A thread that can be stopped is: nothing of it runs beside the caller's next step.
+            thread.join(GRACE_S)
+            raise Overdue(f"abandoned after {spent_s:.0f} s")
+        if errors:
+            raise errors[0]
+        return results[0]
+
+
+def _stop(thread: threading.Thread, others: Iterable[int]) -> None:
+    """Stops an abandoned thread and those that compile for it, for as long as it lives."""
+    started = time.monotonic()
+    workers_ended = False
+    known = set(others)
+    while thread.is_alive():
+        for ident in [thread.ident, *_compiling(known)]:
+            if ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(ident), ctypes.py_object(_Stop)
+                )
+        if not workers_ended and time.monotonic() - started > GRACE_S:
+            workers_ended = True
+            stop_compile_workers()
+        time.sleep(0.1)
+
+
+def _compiling(known: set[int]) -> list[int]:
+    """Returns the threads, other than those known, in whose stack the compiler is."""
+    found = []
+    for ident, frame in sys._current_frames().items():
+        if ident in known or ident == threading.get_ident():
+            continue
+        walk = frame
+        while walk is not None:
+            if any(part in walk.f_code.co_filename for part in _COMPILER):
+                found.append(ident)
+                break
+            walk = walk.f_back  # type: ignore[assignment]
+    return found
+
+
+class _Ambient:
+    """The modes that torch keeps for each thread: autograd, autocast, device and stream."""
+
+    def __init__(self) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.autocast = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        ]
+        self.cache = torch.is_autocast_cache_enabled()
+        self.stream = (
+            torch.cuda.current_stream()
+            if torch.cuda.is_available() and torch.cuda.is_initialized()
+            else None
+        )
+
+    def entered(self) -> ExitStack:
+        """Returns a context in which they hold in another thread."""
+        stack = ExitStack()
+        stack.enter_context(torch.set_grad_enabled(self.grad))
+        for kind, dtype in self.autocast:
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache))
+        if self.stream is not None:
+            stack.enter_context(torch.cuda.device(self.stream.device))
+            stack.enter_context(torch.cuda.stream(self.stream))
+        return stack
