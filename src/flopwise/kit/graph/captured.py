@@ -1,0 +1,519 @@
+"""A whole step of training in one CUDA graph: launched once instead of kernel by kernel, and checked before it is trusted."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from flopwise.errors import GraphWarning
+from flopwise.kit.graph.buckets import Buckets, suggest_buckets
+from flopwise.kit.graph.forms import Form
+from flopwise.kit.graph.guards import Guards, conditions, static_problem
+from flopwise.kit.graph.parts import Parts, Watch, parts_of
+from flopwise.kit.graph.saved import Saved, distance, state_bytes, state_tensors
+from flopwise.kit.graph.signature import Unseen, fill, plain_values, signature, sizes, static_copy
+from flopwise.kit.graph.surface import CudaSurface, Graph, NoSurface, Surface
+from flopwise.kit.nested import map_tensors, tensors_in
+
+#: A replay may differ from eager by so many times what two eager runs of one step differ by.
+MOST_TIMES_NOISE = 4.0
+#: So many steps are run eagerly twice to know what two runs differ by.
+NOISE_RUNS = 2
+#: The capturable form of an optimizer may differ from its own by this much, as a share of a tensor's length: its
+#: numbers are rounded to float32 where Python's have 53 bits.
+FORM_TOLERANCE = 1e-4
+#: So often may something that a graph depends on change before capturing is given up.
+MOST_RECAPTURES = 4
+#: More shapes than this are not remembered.
+MOST_SHAPES = 4096
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What became of the steps so far."""
+
+    graphs: int  # captured and trusted
+    replays: int  # steps that were replayed from a trusted graph
+    eager: int  # steps that ran eagerly, those that only checked a graph among them
+    captures: int
+    capture_s: float  # seconds spent on capturing
+    graph_bytes: int  # memory that the allocator holds for graphs beyond what it held before
+    noise: float | None  # how far two eager runs of one step were apart; None if it was not needed
+    shapes: dict[tuple[tuple[int, ...], ...], int]  # how often each combination of shapes came
+    reason: str | None  # why steps run eagerly; None while they are captured
+
+    def __str__(self) -> str:
+        state = f"eager: {self.reason}" if self.reason else f"{self.graphs} graphs"
+        return f"{state}; {self.replays} steps replayed, {self.eager} eager, {self.captures} captures in {self.capture_s:.1f} s, {len(self.shapes)} shapes"
+
+
+@dataclass
+class _Shape:
+    """One combination of shapes, and its graph when there is one."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    read: dict[str, Any]  # plain values that the step's code reads
+    seen: int = 0
+    looked: bool = False
+    graph: Graph | None = None
+    inputs: Any = None
+    output: Any = None
+    grads: list[torch.Tensor | None] = field(default_factory=list)
+    guards: Guards | None = None
+    left: int = 0  # verifications to come
+
+
+class CapturedStep:
+    """Runs a step of training from a CUDA graph once that has been shown to do the same; eagerly otherwise.
+
+        step = CapturedStep(train_step, model, optimizer)
+        for batch in loader:
+            loss = step(batch)
+
+    `train_step` is one whole step: forward, backward, optimizer (and scaler), in one function that leaves nothing on
+    the host: no `.item()`, no printing, no scheduler. What it returns comes back as detached copies. Learning rates
+    may change between steps as usual.
+
+    The first steps of every shape run eagerly, and are looked at: what makes the host wait, or changes something in
+    Python, cannot be replayed. Then the step is captured, and replayed and run eagerly side by side, from the same
+    state with the same random numbers, for `verify` steps; a graph is trusted if both end equal to the bit (or no
+    further apart than two eager runs are, where kernels are not deterministic). Whatever goes wrong, the state is put
+    back and the step runs as if there had never been a graph, with one GraphWarning.
+
+    Args:
+        step: the step. Modules, optimizers, scalers and schedulers that its code names are found by themselves.
+        model: the module or modules that it trains.
+        optimizer: the optimizer or optimizers.
+        scaler: a `torch.amp.GradScaler`, if there is one.
+        state: other modules, tensors or generators that the step changes (a moving average of weights).
+        buckets: pads batches to a few sizes, so that a few graphs are enough.
+        warm_up: eager steps of every shape before it is captured, 2 at least.
+        verify: steps of every graph that are run both ways before it is trusted, 1 at least.
+        recheck_every: replays after which one step is run both ways again; None for never.
+        most_graphs: more shapes than this are not captured.
+        patience: steps within which some shape has to come back often enough.
+        surface: where to capture; None for CUDA where the model is on a GPU.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        model: nn.Module | Iterable[nn.Module],
+        optimizer: Optimizer | Iterable[Optimizer],
+        *,
+        scaler: Any = None,
+        state: Iterable[Any] = (),
+        buckets: Buckets | None = None,
+        warm_up: int = 3,
+        verify: int = 3,
+        recheck_every: int | None = None,
+        most_graphs: int = 8,
+        patience: int = 64,
+        surface: Surface | None = None,
+    ) -> None:
+        if warm_up < 2 or verify < 1:
+            raise ValueError(
+                "a step is captured after 2 eager steps at least, and verified once at least"
+            )
+        modules = [model] if isinstance(model, nn.Module) else list(model)
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        scalers = [scaler] if scaler is not None else []
+        self._step = step
+        self._parts = parts_of(step, modules, optimizers, scalers, state)
+        self._forms = [Form(o, bool(self._parts.scalers)) for o in self._parts.optimizers]
+        self._buckets, self._warm_up, self._verify_steps = buckets, warm_up, verify
+        self._recheck, self._most_graphs, self._patience = recheck_every, most_graphs, patience
+        self._surface: Surface = surface or _surface(self._parts)
+        self._shapes: dict[Hashable, _Shape] = {}
+        self._last: _Shape | None = None
+        self._form_proven = False
+        self._noise: float | None = None
+        self._noise_runs = 0  # still to be made
+        self._calls = self._replays = self._eager_runs = self._captures = self._recaptures = 0
+        self._capture_s, self._graph_bytes = 0.0, 0
+        self._full_said = False
+        self._reason = self._surface.problem() or static_problem(self._parts)
+        if self._reason is not None and self._surface.device.type != "cpu":
+            self._say(self._reason)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one step; returns what the step returns, its tensors as detached copies."""
+        self._calls += 1
+        if self._reason is not None:
+            self._eager_runs += 1
+            return _detached(self._step(*args, **kwargs))
+        given = (args, kwargs)
+        if self._buckets is not None:
+            args, kwargs = tuple(self._buckets(a) for a in args), self._buckets(kwargs)
+        shape = self._shape((args, kwargs))
+        if shape is None:
+            self._eager_runs += 1
+            return _detached(self._step(*given[0], **given[1]))
+        if shape.graph is not None and shape.left == 0:
+            stale = shape.guards.broken(self._parts, self._forms) if shape.guards else None
+            if stale is None:
+                return self._replay(shape, args, kwargs)
+            self._drop(shape, stale)
+        return self._learn(shape, args, kwargs)
+
+    def report(self) -> StepReport:
+        """Returns what became of the steps so far."""
+        shapes: dict[tuple[tuple[int, ...], ...], int] = {}
+        for shape in self._shapes.values():
+            shapes[shape.sizes] = shapes.get(shape.sizes, 0) + shape.seen
+        trusted = sum(s.graph is not None and s.left == 0 for s in self._shapes.values())
+        return StepReport(
+            trusted, self._replays, self._eager_runs, self._captures, self._capture_s,
+            self._graph_bytes, self._noise, shapes, self._reason,
+        )  # fmt: skip
+
+    def inputs(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Returns the static buffers of arguments with these shapes, for a prefetcher to fill; None without a graph.
+
+        A step that is called with the buffers themselves copies nothing.
+        """
+        key = self._key((args, kwargs))
+        shape = self._shapes.get(key) if key is not None else None
+        return shape.inputs if shape is not None and shape.graph is not None else None
+
+    def close(self) -> None:
+        """Drops the graphs and puts the optimizers back into their own form; steps run eagerly from here on."""
+        self._release()
+        self._reason = self._reason or "closed"
+
+    # What is known of a shape.
+
+    def _key(self, tree: Any) -> Hashable | None:
+        try:
+            return (signature(tree), conditions(self._parts), tuple(self._parts.read().items()))
+        except Unseen as unseen:
+            self._give_up(f"the batch holds {unseen}")
+            return None
+
+    def _shape(self, tree: Any) -> _Shape | None:
+        key = self._key(tree)
+        if key is None:
+            return None
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= MOST_SHAPES:
+                self._shapes = {k: s for k, s in self._shapes.items() if s.graph is not None}
+            shape = self._shapes[key] = _Shape(sizes(tree), self._parts.read())
+        shape.seen += 1
+        if self._calls >= self._patience and self._captures == 0 and shape.seen <= self._warm_up:
+            self._give_up(
+                f"no shapes came back often enough in {self._calls} steps{self._advice()}"
+            )
+            return None
+        return shape
+
+    def _advice(self) -> str:
+        """Returns the buckets that would make the shapes few, in words."""
+        by_place: dict[tuple[int, int], dict[int, int]] = {}
+        for shape in self._shapes.values():
+            for i, size in enumerate(shape.sizes):
+                for dim, n in enumerate(size):
+                    counts = by_place.setdefault((i, dim), {})
+                    counts[n] = counts.get(n, 0) + shape.seen
+        varying = {d: c for (_, d), c in by_place.items() if len(c) > 1 and min(c) > 0}
+        if not varying:
+            reads = [s.read for s in self._shapes.values()]
+            names = (
+                [n for n in reads[0] if len({repr(r.get(n)) for r in reads}) > 1] if reads else []
+            )
+            if names:
+                return f"; the step reads {', '.join(names[:3])}, which changes from step to step: pass it as a tensor"
+            if len(self._shapes) > 1:
+                return (
+                    "; a number among the arguments changes from step to step: pass it as a tensor"
+                )
+            return ""
+        dim, counts = max(varying.items(), key=lambda item: len(item[1]))
+        chosen = suggest_buckets(counts, multiple=8)
+        return f"; {len(counts)} sizes of dimension {dim} were seen, and buckets={tuple(chosen)} would pad them with at most a tenth of padding"
+
+    # The ways to run a step.
+
+    def _run(self, args: Any, kwargs: Any, own: bool = False) -> Any:
+        """Runs a step eagerly, on the stream of captures and in the capturable form once there is one."""
+        self._eager_runs += 1
+        with self._surface.aside(), _all([] if own else self._forms):
+            return _detached(self._step(*args, **kwargs))
+
+    def _launch(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
+        """Fills the buffers, replays, and lets gradients be those of this graph; returns copies of the outputs."""
+        assert shape.graph is not None
+        assert shape.guards is not None
+        fill(shape.inputs, (args, kwargs))
+        for form in self._forms:
+            form.refresh()
+        if shape.guards.accumulates:
+            shape.guards.bring_grads(self._parts)
+        shape.graph.replay()
+        if self._last is not shape or shape.guards.grads_moved(self._parts, shape.grads):
+            for parameter, grad in zip(self._parts.parameters(), shape.grads, strict=True):
+                parameter.grad = grad
+            self._last = shape
+        return map_tensors(shape.output, lambda t: t.clone())
+
+    def _replay(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
+        self._replays += 1
+        if self._recheck and self._replays % self._recheck == 0:
+            shape.left = 1
+            return self._verify(shape, args, kwargs)
+        return self._launch(shape, args, kwargs)
+
+    def _learn(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
+        """Runs a step whose shape has no trusted graph, and comes one step nearer to one."""
+        if (
+            shape.graph is None
+            and sum(s.graph is not None for s in self._shapes.values()) >= self._most_graphs
+        ):
+            if not self._full_said:
+                self._full_said = True
+                self._say(
+                    f"more than {self._most_graphs} shapes{self._advice()}; those without a graph run eagerly"
+                )
+            return self._run(args, kwargs)
+        if shape.seen < self._warm_up:
+            return self._run(args, kwargs)
+        if not shape.looked:
+            shape.looked = True
+            return self._look(args, kwargs)
+        if not self._form_proven:
+            return self._prove_form(args, kwargs)
+        if self._noise_runs > 0:
+            return self._measure_noise(args, kwargs)
+        if shape.graph is None and not self._capture(shape, args, kwargs):
+            self._eager_runs += 1
+            return _detached(self._step(*args, **kwargs))
+        return self._verify(shape, args, kwargs)
+
+    def _look(self, args: Any, kwargs: Any) -> Any:
+        """Runs a step eagerly and gives up if it does in Python, or on the host, what no replay would do."""
+        watch = Watch(self._parts, self._surface.device)
+        result, syncs = self._surface.syncs(lambda: self._run(args, kwargs))
+        changes = watch.changes()
+        problem = next((p for p in (f.problem() for f in self._forms) if p), None)
+        if changes:
+            self._give_up(
+                f"the step changes {', '.join(changes[:3])} in Python, which a replay would not"
+            )
+        elif problem is not None:
+            self._give_up(problem)
+        elif (
+            self._form_proven or not self._parts.scalers
+        ):  # a scaler may wait in the optimizer's own form only
+            self._refuse_waits(syncs)
+        return result
+
+    def _refuse_waits(self, syncs: list[str]) -> None:
+        if syncs:
+            self._give_up(f"the step makes the host wait for the device, at {', '.join(syncs[:3])}")
+
+    def _prove_form(self, args: Any, kwargs: Any) -> Any:
+        """Runs a step in the optimizers' capturable form and in their own, and compares; the own result stands."""
+        for form in self._forms:
+            form.prepare()
+        saved = self._saved()
+        if saved is None:
+            return self._run(args, kwargs)
+        syncs: list[str] = []
+        try:
+            new, syncs = self._surface.syncs(lambda: self._run(args, kwargs))
+        except Exception as error:
+            saved.rewind()
+            self._give_up(f"the capturable form of the optimizer fails ({_first_line(error)})")
+            return self._run(args, kwargs)
+        saved.swap()
+        result = self._run(args, kwargs, own=True)
+        apart = max(saved.apart(), _outputs_apart(new, result))
+        if apart <= FORM_TOLERANCE:
+            self._form_proven = True
+            self._refuse_waits(syncs)
+        else:
+            self._give_up(
+                f"the capturable form of the optimizer differs by {apart:.2g} from its own"
+            )
+        return result
+
+    def _capture(self, shape: _Shape, args: Any, kwargs: Any) -> bool:
+        """Captures the step for one shape; False if that failed, and all is as before."""
+        saved = self._saved()
+        if saved is None:
+            return False
+        started, held = time.perf_counter(), self._surface.reserved_bytes()
+        inputs = static_copy((args, kwargs), self._surface.device)
+        before = state_tensors(self._parts)
+        entry = [p.grad for p in self._parts.parameters()]
+
+        def run() -> Any:
+            return self._step(*inputs[0], **inputs[1])
+
+        try:
+            with _all(self._forms):
+                graph, output = self._surface.capture(run, self._parts.generators)
+        except Exception as error:
+            saved.rewind()
+            self._give_up(
+                f"the step could not be captured ({type(error).__name__}: {_first_line(error)})"
+            )
+            return False
+        shape.graph, shape.inputs, shape.output = graph, inputs, _detached(output)
+        shape.grads = [p.grad for p in self._parts.parameters()]
+        shape.guards = Guards(self._parts, self._forms, entry, shape.grads)
+        shape.left = self._verify_steps
+        replaced = {id(t) for t in state_tensors(self._parts)} != {id(t) for t in before}
+        saved.rewind()
+        self._captures += 1
+        self._capture_s += time.perf_counter() - started
+        self._graph_bytes += max(0, self._surface.reserved_bytes() - held)
+        if replaced:
+            self._give_up("the step replaces tensors of its state by new ones")
+            return False
+        return True
+
+    def _verify(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
+        """Replays a step and runs it eagerly from the same start; the eager result stands."""
+        saved = self._saved()
+        if saved is None:
+            return self._run(args, kwargs)
+        replayed = self._launch(shape, args, kwargs)
+        saved.swap()
+        result = self._run(args, kwargs)
+        apart = max(saved.apart(), _outputs_apart(replayed, result))
+        if apart <= MOST_TIMES_NOISE * (self._noise or 0.0):
+            shape.left -= 1
+        elif self._noise is None:
+            self._noise, self._noise_runs = 0.0, NOISE_RUNS
+        else:
+            self._give_up(
+                f"a replay ends {apart:.2g} away from the eager step, where two eager runs are {self._noise:.2g} apart"
+            )
+        return result
+
+    def _measure_noise(self, args: Any, kwargs: Any) -> Any:
+        """Runs a step eagerly twice, to know how far apart that is."""
+        saved = self._saved()
+        if saved is None:
+            return self._run(args, kwargs)
+        first = self._run(args, kwargs)
+        saved.swap()
+        second = self._run(args, kwargs)
+        self._noise = max(self._noise or 0.0, saved.apart(), _outputs_apart(first, second))
+        self._noise_runs -= 1
+        return second
+
+    # Giving up.
+
+    def _saved(self) -> Saved | None:
+        """Returns the state kept on the device, or on the host where it does not fit; None after giving up."""
+        device = self._surface.device
+        fits = 1.2 * state_bytes(self._parts) < self._surface.free_bytes()
+        try:
+            return Saved(self._parts, device, device if fits else torch.device("cpu"))
+        except (RuntimeError, MemoryError) as error:
+            self._give_up(f"the state cannot be kept for the comparison ({_first_line(error)})")
+            return None
+
+    def _drop(self, shape: _Shape, why: str) -> None:
+        """Forgets the graph of a shape that no longer fits; it will be captured anew."""
+        if shape.graph is not None:
+            shape.graph.reset()
+        shape.graph, shape.guards, shape.output, shape.inputs, shape.grads = (
+            None,
+            None,
+            None,
+            None,
+            [],
+        )
+        self._last = None
+        self._recaptures += 1
+        if self._recaptures > MOST_RECAPTURES:
+            self._give_up(f"what graphs depend on keeps changing: {why}")
+
+    def _release(self) -> None:
+        for shape in self._shapes.values():
+            if shape.graph is not None:
+                shape.graph.reset()
+            shape.graph, shape.guards, shape.output, shape.inputs, shape.grads = (
+                None,
+                None,
+                None,
+                None,
+                [],
+            )
+        self._last = None
+        for form in self._forms:
+            if form.prepared:
+                form.undo()
+
+    def _give_up(self, reason: str) -> None:
+        if self._reason is None:
+            self._reason = reason
+            self._release()
+            self._say(reason)
+
+    def _say(self, reason: str) -> None:
+        warnings.warn(
+            f"the step is not captured: {reason}. It runs eagerly, with the same results",
+            GraphWarning,
+            stacklevel=4,
+        )
+
+
+def _surface(parts: Parts) -> Surface:
+    """Returns what can capture the steps of these parts."""
+    devices = {p.device for p in parts.parameters()}
+    if len(devices) == 1:
+        device = devices.pop()
+        if device.type == "cuda":
+            return CudaSurface(device)
+        return NoSurface(device, f"devices of type {device.type} have no graphs")  # type: ignore[return-value]
+    if not devices:
+        return NoSurface(torch.device("cpu"), "there are no parameters")  # type: ignore[return-value]
+    return NoSurface(torch.device("cpu"), "parameters are on several devices")  # type: ignore[return-value]
+
+
+class _all:
+    """Applies the forms of all optimizers for a block."""
+
+    def __init__(self, forms: list[Form]) -> None:
+        self._forms = forms
+        self._open: list[Any] = []
+
+    def __enter__(self) -> None:
+        for form in self._forms:
+            context = form.applied()
+            context.__enter__()
+            self._open.append(context)
+
+    def __exit__(self, *error: Any) -> None:
+        while self._open:
+            self._open.pop().__exit__(*error)
+
+
+def _detached(tree: Any) -> Any:
+    return map_tensors(tree, lambda t: t.detach())
+
+
+def _outputs_apart(a: Any, b: Any) -> float:
+    """Returns how far apart two results of a step are; infinite where they differ in what is not a tensor."""
+    if plain_values(a) != plain_values(b):
+        return float("inf")
+    return max(
+        (distance(x, y) for x, y in zip(tensors_in(a), tensors_in(b), strict=True)), default=0.0
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

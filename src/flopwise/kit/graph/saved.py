@@ -1,0 +1,196 @@
+"""The state of training kept beside it, so that one step can be run twice from the same start and compared."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import torch
+
+from flopwise.kit.graph.parts import Parts
+
+_PLAIN = (bool, int, float, str, type(None))
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def state_tensors(parts: Parts) -> list[torch.Tensor]:
+    """Returns every tensor that holds state: weights, buffers, moments, scales and those given, each once."""
+    found: dict[int, torch.Tensor] = {}
+    found.update((id(p), p) for p in parts.parameters())
+    for module in parts.every_module():
+        found.update((id(b), b) for b in module._buffers.values() if b is not None)
+    for optimizer in parts.optimizers:
+        for entry in optimizer.state.values():
+            if isinstance(entry, dict):
+                found.update((id(v), v) for v in entry.values() if isinstance(v, torch.Tensor))
+    for scaler in parts.scalers:
+        found.update((id(v), v) for v in vars(scaler).values() if isinstance(v, torch.Tensor))
+    found.update((id(t), t) for t in parts.tensors)
+    return list(found.values())
+
+
+def state_bytes(parts: Parts) -> int:
+    """Returns the bytes that keeping the state once takes, gradients included."""
+    grads = [p.grad for p in parts.parameters() if p.grad is not None]
+    return sum(t.numel() * t.element_size() for t in (*state_tensors(parts), *grads))
+
+
+class RngState:
+    """The state of the generators that a step may draw from."""
+
+    def __init__(self, device: torch.device, generators: list[torch.Generator]) -> None:
+        self._device, self._generators = device, generators
+        self.values = self._read()
+        self._python = random.getstate()
+
+    def rewind(self) -> None:
+        """Puts the generators back to where they were."""
+        torch.set_rng_state(self.values[0])
+        random.setstate(self._python)
+        rest = self.values[1:]
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(rest[0], self._device)
+            rest = rest[1:]
+        for generator, value in zip(self._generators, rest, strict=True):
+            generator.set_state(value)
+
+    def same(self, other: RngState) -> bool:
+        """Whether both are at the same place of the same streams."""
+        return all(torch.equal(a, b) for a, b in zip(self.values, other.values, strict=True))
+
+    def _read(self) -> list[torch.Tensor]:
+        values = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            values.append(torch.cuda.get_rng_state(self._device))
+        return values + [g.get_state().clone() for g in self._generators]
+
+
+class Saved:
+    """The state of training at a moment.
+
+    After a run from that moment, `swap` puts the state back and keeps what the run made of it instead; after a second
+    run, `apart` says how far the two ended from each other. So two runs are compared with one copy of the state.
+    """
+
+    def __init__(
+        self, parts: Parts, device: torch.device, where: torch.device | None = None
+    ) -> None:
+        self._parts, self._device = parts, device
+        place = where or device
+        self._tensors = [
+            (t, t.detach().to(place, copy=True) if t.device != place else t.detach().clone())
+            for t in state_tensors(parts)
+        ]
+        self._grads: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = [
+            (p, p.grad, p.grad.detach().clone() if p.grad is not None else None)
+            for p in parts.parameters()
+        ]
+        self._states = [{p: _copied(e) for p, e in o.state.items()} for o in parts.optimizers]
+        self._attributes = [(o, _plain(vars(o))) for o in _owners(parts)]
+        self._groups = [[dict(_plain(g)) for g in o.param_groups] for o in parts.optimizers]
+        self._rng = RngState(device, parts.generators)
+        self._after: _After | None = None
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """Puts everything back, to the bit."""
+        for tensor, value in self._tensors:
+            tensor.detach().copy_(value)
+        self._put_back()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Puts everything back, and keeps the state that was there instead, to compare with."""
+        self._after = _After(
+            self._parts, self._device, [g for _, g, _ in self._grads if g is not None]
+        )
+        for tensor, value in self._tensors:
+            now = tensor.detach().clone()
+            tensor.detach().copy_(value)
+            value.copy_(now)
+        self._put_back()
+
+    def apart(self) -> float:
+        """Returns how far the state now is from the one kept by `swap`: the largest relative distance of a tensor.
+
+        0 is equal to the bit. Infinite: other gradients exist, or the generators stand elsewhere.
+        """
+        assert self._after is not None
+        now = _After(self._parts, self._device, [])
+        if not self._after.rng.same(now.rng):
+            return math.inf
+        worst = max((distance(t, v) for t, v in self._tensors), default=0.0)
+        for a, b in zip(self._after.grads, now.grads, strict=True):
+            if (a is None) != (b is None):
+                return math.inf
+            if a is not None and b is not None:
+                worst = max(worst, distance(b, a))
+        return worst
+
+    def _put_back(self) -> None:
+        for parameter, grad, value in self._grads:
+            parameter.grad = grad
+            if grad is not None and value is not None:
+                with torch.no_grad():
+                    grad.copy_(value)
+        for optimizer, states in zip(self._parts.optimizers, self._states, strict=True):
+            for parameter in [p for p in optimizer.state if p not in states]:
+                del optimizer.state[parameter]
+            for parameter, entry in states.items():
+                optimizer.state[parameter] = _copied(entry)
+        for owner, plain in self._attributes:
+            vars(owner).update(plain)
+        for optimizer, groups in zip(self._parts.optimizers, self._groups, strict=True):
+            for group, plain in zip(optimizer.param_groups, groups, strict=False):
+                group.update(plain)
+        self._rng.rewind()
+
+
+class _After:
+    """What a run left beside the state's tensors: gradients and where the generators stand."""
+
+    def __init__(self, parts: Parts, device: torch.device, shared: list[torch.Tensor]) -> None:
+        ids = {id(g) for g in shared}
+        self.grads = [
+            p.grad.detach().clone() if p.grad is not None and id(p.grad) in ids else p.grad
+            for p in parts.parameters()
+        ]
+        self.rng = RngState(device, parts.generators)
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Returns 0 where two tensors are equal to the bit, else the length of their difference over that of the second."""
+    a, b = found.detach(), expected.detach()
+    if a.is_sparse or b.is_sparse:
+        a, b = a.to_dense(), b.to_dense()
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return math.inf
+    if b.device != a.device:
+        b = b.to(a.device)
+    if torch.equal(_bits(a), _bits(b)):
+        return 0.0
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    apart = float((a.to(wide) - b.to(wide)).abs().square().sum())
+    size = float(b.to(wide).abs().square().sum())
+    if not math.isfinite(apart):
+        return math.inf
+    return math.sqrt(apart / size) if size > 0 else math.inf
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _copied(entry: Any) -> Any:
+    return dict(entry) if isinstance(entry, dict) else entry
+
+
+def _plain(own: dict[str, Any]) -> dict[str, Any]:
+    return {n: v for n, v in own.items() if isinstance(v, _PLAIN)}
+
+
+def _owners(parts: Parts) -> list[Any]:
+    return [*parts.every_module(), *parts.optimizers, *parts.scalers, *parts.objects]

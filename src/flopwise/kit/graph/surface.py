@@ -1,0 +1,206 @@
+"""Where steps are captured: streams and CUDA graphs, behind an interface so narrow that a test can stand in for it."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Graph(Protocol):
+    """One captured step."""
+
+    def replay(self) -> None:
+        """Runs the captured work again, on the current stream."""
+
+    def reset(self) -> None:
+        """Gives the graph and its memory back."""
+
+
+class Surface(Protocol):
+    """What CapturedStep asks of a device."""
+
+    device: torch.device
+
+    def problem(self) -> str | None:
+        """Returns why nothing can be captured here, or None."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Runs a block on the stream of captures, after and before all else on the current one."""
+
+    def capture(
+        self, run: Callable[[], T], generators: Sequence[torch.Generator]
+    ) -> tuple[Graph, T]:
+        """Returns the graph of what `run` launches, and its (static) result; nothing of it has been executed.
+
+        After an error the device is as it was before.
+        """
+
+    def syncs(self, run: Callable[[], T]) -> tuple[T, list[str]]:
+        """Returns what `run` returns, and where it made the host wait for the device."""
+
+    def free_bytes(self) -> int:
+        """Returns the memory that could still be had."""
+
+    def reserved_bytes(self) -> int:
+        """Returns the memory that the allocator holds."""
+
+
+class NoSurface:
+    """A device without graphs."""
+
+    def __init__(self, device: torch.device, reason: str) -> None:
+        self.device, self._reason = device, reason
+
+    def problem(self) -> str | None:
+        return self._reason
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+        self._graph, self._device = graph, device
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._graph.reset()
+
+
+class CudaSurface:
+    """CUDA graphs of one device, with one stream and one memory pool for all of them.
+
+    The stream is the same for warm-up and capture: cuBLAS keeps a workspace, and autograd its accumulation, for each
+    stream. Graphs may share the pool because each is replayed to its end before another one starts, and what has to
+    outlive a replay (outputs, gradients) stays referenced.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device(
+            "cuda", device.index if device.index is not None else torch.cuda.current_device()
+        )
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def problem(self) -> str | None:
+        if torch.version.hip is not None:
+            return "graphs are not tested on ROCm"
+        if torch.cuda.is_current_stream_capturing():
+            return "a capture is under way already"
+        backend = torch.cuda.memory.get_allocator_backend()
+        if backend != "native":
+            return f"the allocator is {backend}, with which graphs are not tested"
+        return None
+
+    def _side(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        side, current = self._side(), torch.cuda.current_stream(self.device)
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
+                yield
+        finally:
+            current.wait_stream(side)
+
+    def capture(
+        self, run: Callable[[], T], generators: Sequence[torch.Generator]
+    ) -> tuple[Graph, T]:
+        torch.cuda.synchronize(self.device)
+        torch.clear_autocast_cache()  # a weight cast before the capture would never be cast again
+        gc.collect()
+        torch.cuda.empty_cache()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        for generator in generators:
+            if generator.device.type == "cuda":
+                graph.register_generator_state(generator)
+        began = False
+        try:
+            with torch.cuda.stream(self._side()):
+                # Threads that load or copy batches may go on calling CUDA meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                began = True
+                try:
+                    result = run()
+                except BaseException:
+                    self._end(graph)
+                    raise
+                graph.capture_end()
+                began = False
+        except BaseException:
+            self._recover(graph, began)
+            raise
+        finally:
+            torch.clear_autocast_cache()
+        return _CudaGraph(graph, self.device), result
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that failed; what that raises is a consequence of the first error."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the graph may be empty
+                graph.capture_end()
+        except Exception:
+            pass
+
+    def _recover(self, graph: torch.cuda.CUDAGraph, began: bool) -> None:
+        """Puts allocator and generator back in order after a capture that did not end well.
+
+        `CUDAGraph.capture_end` leaves both in the state of capturing when the capture was invalidated.
+        Source: aten/src/ATen/cuda/CUDAGraph.cpp, and pytorch/pytorch#171265.
+        """
+        graph.reset()
+        if began:
+            try:
+                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+                torch._C._cuda_releasePool(self.device.index, self._pool)
+            except Exception:
+                pass  # it had ended
+        self._pool = None
+        state = torch.cuda.get_rng_state(self.device)
+        try:
+            torch.empty(1, device=self.device).uniform_()
+        except RuntimeError:
+            generator = torch.cuda.default_generators[self.device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+        torch.cuda.set_rng_state(state, self.device)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def syncs(self, run: Callable[[], T]) -> tuple[T, list[str]]:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                result = run()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        found = []
+        for w in caught:
+            if "synchronizing CUDA operation" in str(w.message):
+                found.append(f"{w.filename}:{w.lineno}")
+            else:
+                warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+        return result, list(dict.fromkeys(found))
+
+    def free_bytes(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(free + held)
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
