@@ -64,6 +64,11 @@ def run(step: Any, data: Any, schedule: Any = None) -> list[float]:
     return losses
 
 
+def run_all(step: Any, data: Any) -> None:
+    for batch in data:
+        step(*batch)
+
+
 def assert_same(a: nn.Module, b: nn.Module) -> None:
     for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
         assert torch.equal(x, y), name
@@ -82,7 +87,7 @@ def test_two_hundred_steps_are_equal_to_the_last_bit_with_dropout(
     graphs: Any, make: Any, options: Any
 ) -> None:
     net, _, step = training(make, **options)
-    twin, optimizer, plain = training(make, **options)
+    twin, _, plain = training(make, **options)
     captured = CapturedStep(step, net, training_optimizer(step), surface=graphs)
     data = batches(200)
     assert run(captured, data) == run(plain, data)
@@ -94,5 +99,484 @@ def test_two_hundred_steps_are_equal_to_the_last_bit_with_dropout(
 
 def training_optimizer(step: Any) -> Any:
     return next(
-        c.cell_contents for c in step.__closure__ if isinstance(c.cell_contents, torch.optim.Optimizer)
+        c.cell_contents
+        for c in step.__closure__
+        if isinstance(c.cell_contents, torch.optim.Optimizer)
     )
+
+
+def test_learning_rates_that_a_schedule_sets_reach_the_graph(graphs: Any) -> None:
+    def pair(captured: bool) -> tuple[nn.Module, list[float]]:
+        net, optimizer, step = training(torch.optim.SGD, lr=0.5, momentum=0.9, fused=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: 2.0 ** -(k // 5))
+        run_step = CapturedStep(step, net, optimizer, surface=graphs) if captured else step
+        losses = run(run_step, batches(40), schedule)
+        assert optimizer.param_groups[0]["lr"] == 0.5 * 2.0**-8  # a plain number still
+        return net, losses
+
+    (net, losses), (twin, expected) = pair(True), pair(False)
+    assert losses == expected
+    assert_same(net, twin)
+    assert graphs.graphs[0].replays > 30
+
+
+def test_an_unfused_optimizer_is_captured_fused_and_differs_by_rounding(graphs: Any) -> None:
+    net, optimizer, step = training(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+    twin, _, plain = training(torch.optim.AdamW, lr=1e-3, weight_decay=0.1)
+    for each in (net, twin):  # a bias in front of a batch norm is trained by rounding errors alone
+        each.first.bias.requires_grad_(False)
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    data = batches(60)
+    assert run(captured, data) == pytest.approx(run(plain, data), rel=1e-4)
+    for x, y in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
+    assert captured.report().graphs == 1
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["fused"], group["capturable"]) == (1e-3, None, False)
+    assert not hasattr(optimizer, "_step_supports_amp_scaling")
+
+
+def test_every_shape_has_a_graph_of_its_own(graphs: Any) -> None:
+    net, optimizer, step = training(torch.optim.SGD, lr=0.125, momentum=0.5, fused=True)
+    twin, _, plain = training(torch.optim.SGD, lr=0.125, momentum=0.5, fused=True)
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    data = batches(60, [8, 8, 5])
+    assert run(captured, data) == run(plain, data)
+    assert_same(net, twin)
+    report = captured.report()
+    assert report.graphs == 2
+    assert report.shapes == {((8, 6), (8,)): 40, ((5, 6), (5,)): 20}
+
+
+def test_buckets_make_lengths_few(graphs: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.125, fused=True)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(batch["x"]).flatten(0, 1), batch["y"].flatten())
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    buckets = Buckets((4, 8), dim=1, fill={"y": -100})
+    captured = CapturedStep(step, net, optimizer, buckets=buckets, surface=graphs)
+    twin = copy.deepcopy(net)
+    for k in range(40):
+        length = 1 + k % 8
+        data = {"x": torch.randn(3, length, 4), "y": torch.randint(0, 2, (3, length))}
+        expected = F.cross_entropy(twin(data["x"]).flatten(0, 1), data["y"].flatten())
+        twin.zero_grad()
+        expected.backward()
+        with torch.no_grad():
+            for p in twin.parameters():
+                p -= 0.125 * p.grad
+        assert captured(data).item() == pytest.approx(expected.item(), rel=1e-5)
+    assert captured.report().graphs == 2
+    assert len(captured.report().shapes) == 2
+
+
+def fallback(
+    graphs: Any, make: Any, options: dict[str, Any], data: Any, match: str, **more: Any
+) -> Any:
+    """Runs to a fall-back and asserts that it was as if there had never been a graph, with one message."""
+    net, optimizer, step = training(make, **options)
+    twin, reference, plain = training(make, **options)
+    captured = CapturedStep(step, net, optimizer, surface=graphs, **more)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = run(captured, data)
+    assert losses == run(plain, data)
+    assert_same(net, twin)
+    assert str(optimizer.state_dict()) == str(reference.state_dict())
+    messages = [str(w.message) for w in caught if issubclass(w.category, GraphWarning)]
+    assert len(messages) == 1, messages
+    assert match in messages[0]
+    assert match in (captured.report().reason or "")
+    return captured
+
+
+@pytest.mark.parametrize(("make", "options"), [*FUSED, (torch.optim.AdamW, {"lr": 1e-3})])
+def test_out_of_memory_amid_a_capture_leaves_the_run_as_it_was(
+    graphs: Any, make: Any, options: Any
+) -> None:
+    graphs.fail = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    if make is torch.optim.AdamW and "fused" not in options:
+        # Its first steps are compared with the capturable form, and are its own.
+        fallback(graphs, make, options, batches(30), "OutOfMemoryError")
+        return
+    fallback(
+        graphs, make, options, batches(30), "could not be captured (OutOfMemoryError: CUDA out"
+    )
+
+
+def test_an_optimizer_that_cannot_be_captured(graphs: Any) -> None:
+    captured = fallback(
+        graphs,
+        torch.optim.Adagrad,
+        {"lr": 0.1},
+        batches(12),
+        "Adagrad has no form that can be captured",
+    )
+    assert captured.report().captures == 0
+
+
+def test_shapes_that_never_repeat_name_the_buckets(graphs: Any) -> None:
+    sizes = list(range(2, 60))
+    captured = fallback(
+        graphs, torch.optim.SGD, {"lr": 0.125, "fused": True}, batches(58, sizes),
+        "no shapes came back often enough in 32 steps; 32 sizes of dimension 0", patience=32,
+    )  # fmt: skip
+    assert "buckets=(8, " in captured.report().reason
+
+
+def test_a_replay_that_leaves_out_the_update_is_not_trusted(graphs: Any) -> None:
+    graphs.broken = lambda k, func: func is torch.ops.aten._fused_sgd_.tensor_lr
+    options = {"lr": 0.125, "momentum": 0.9, "fused": True}
+    fallback(
+        graphs,
+        torch.optim.SGD,
+        options,
+        batches(30),
+        "a replay does not do what the eager step does",
+    )
+
+
+def test_a_replay_that_goes_wrong_later_is_found_by_rechecking(graphs: Any) -> None:
+    net, optimizer, step = training(torch.optim.SGD, lr=0.125, fused=True)
+    captured = CapturedStep(step, net, optimizer, surface=graphs, recheck_every=5)
+    data = batches(60)
+    run(captured, data[:20])
+    assert captured.report().graphs == 1
+    graphs.broken = lambda k, func: func is torch.ops.aten._fused_sgd_.tensor_lr
+    with pytest.warns(GraphWarning, match="a replay does not do what the eager step does"):
+        run(captured, data[20:])
+
+
+def test_a_step_that_waits_for_the_device(graphs: Any) -> None:
+    graphs.waits = ["train.py:31"]
+    options = {"lr": 0.125, "fused": True}
+    fallback(graphs, torch.optim.SGD, options, batches(9), "wait for the device, at train.py:31")
+
+
+def test_a_step_with_item_in_it_that_no_look_found(graphs: Any) -> None:
+    net, optimizer, inner = training(torch.optim.SGD, lr=0.125, fused=True)
+    twin, _, plain = training(torch.optim.SGD, lr=0.125, fused=True)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = inner(x, y)
+        assert loss.item() < 1e6
+        return loss
+
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    with pytest.warns(GraphWarning, match="not permitted when stream is capturing"):
+        losses = run(captured, batches(20))
+    assert losses == run(plain, batches(20))
+    assert_same(net, twin)
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.layer(x) / self.calls
+
+
+@pytest.mark.parametrize("what", ["module", "random", "schedule", "list", "host"])
+def test_a_step_that_does_in_python_what_no_replay_would(graphs: Any, what: str) -> None:
+    torch.manual_seed(1)
+    net: nn.Module = Counts() if what == "module" else nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.125, fused=True)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+    seen: list[float] = []
+
+    def by_chance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return once(x * 2 if what == "random" and random.random() < 0.5 else x, y)
+
+    def once(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    def with_schedule(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = once(x, y)
+        schedule.step()
+        return loss
+
+    def with_list(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = once(x, y)
+        seen.append(0.0)
+        return loss
+
+    step = {"schedule": with_schedule, "list": with_list}.get(what, by_chance)
+    if what == "host":  # on a GPU, drawing from the host's generator is no part of the graph
+        graphs.device = torch.device("meta")
+
+        def from_host(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return once(x + torch.rand(()), y)
+
+        step = from_host
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    expected = {
+        "module": "Counts.calls",
+        "random": "Python's random numbers",
+        "schedule": "StepLR.last_epoch",
+        "list": "the length of seen",
+        "host": "the host's random numbers",
+    }
+    with pytest.warns(GraphWarning, match=expected[what]):
+        run_all(captured, batches(12))
+    assert captured.report().captures == 0
+    if what == "list":
+        assert len(seen) == 12
+
+
+def test_a_number_that_the_step_reads_and_the_loop_changes(graphs: Any) -> None:
+    net, optimizer, inner = training(torch.optim.SGD, lr=0.125, fused=True)
+    progress = 0.0
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return inner(x * (1 + progress), y)
+
+    captured = CapturedStep(step, net, optimizer, surface=graphs, patience=10)
+
+    def loop() -> None:
+        nonlocal progress
+        for k, batch in enumerate(batches(12)):
+            progress = k / 12
+            captured(*batch)
+
+    with pytest.warns(
+        GraphWarning, match="the step reads progress, which changes from step to step"
+    ):
+        loop()
+
+
+def test_gradients_accumulated_over_several_calls(graphs: Any) -> None:
+    def pair(captured: bool) -> list[list[torch.Tensor]]:
+        torch.manual_seed(3)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.125, fused=True)
+
+        def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(net(x), y) / 2
+            loss.backward()
+            return loss
+
+        micro = CapturedStep(part, net, optimizer, surface=graphs) if captured else part
+        torch.manual_seed(7)
+        seen = []
+        for k, batch in enumerate(batches(60)):
+            micro(*batch)
+            if k % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            else:
+                seen.append([p.grad.clone() for p in net.parameters()])
+        return [[p.detach() for p in net.parameters()], *seen]
+
+    for mine, expected in zip(pair(True), pair(False), strict=True):
+        for x, y in zip(mine, expected, strict=True):
+            assert torch.equal(x, y)
+    assert sum(g.replays for g in graphs.graphs) > 40
+
+
+def test_loading_the_state_of_an_optimizer_captures_anew(graphs: Any) -> None:
+    def trained(captured: bool) -> nn.Module:
+        net, optimizer, step = training(torch.optim.AdamW, lr=2.0**-9, fused=True)
+        run_step = CapturedStep(step, net, optimizer, surface=graphs) if captured else step
+        run(run_step, batches(20))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        run(run_step, batches(20))
+        return net
+
+    assert_same(trained(True), trained(False))
+    assert len(graphs.graphs) == 2
+    assert graphs.graphs[0].was_reset
+
+
+def test_numbers_other_than_learning_rates_are_part_of_the_graph(graphs: Any) -> None:
+    def trained(captured: bool) -> nn.Module:
+        net, optimizer, step = training(torch.optim.SGD, lr=0.125, momentum=0.5, fused=True)
+        run_step = CapturedStep(step, net, optimizer, surface=graphs) if captured else step
+        for k, batch in enumerate(batches(40)):
+            if k % 5 == 0:
+                optimizer.param_groups[0]["momentum"] = 0.5 + k / 100
+            run_step(*batch)
+        return net
+
+    torch.manual_seed(0)
+    with pytest.warns(GraphWarning, match="keeps changing: numbers of the optimizer"):
+        mine = trained(True)
+    torch.manual_seed(0)
+    # Same weights in the end, dropout drawn alike.
+    expected = trained(False)
+    assert_same(mine, expected)
+
+
+def test_modes_and_frozen_layers_are_another_graph(graphs: Any) -> None:
+    def trained(captured: bool) -> nn.Module:
+        net, optimizer, step = training(torch.optim.SGD, lr=0.125, fused=True)
+        run_step = CapturedStep(step, net, optimizer, surface=graphs) if captured else step
+        run(run_step, batches(12))
+        net.norm.eval()
+        run(run_step, batches(12))
+        net.first.requires_grad_(False)
+        run(run_step, batches(12))
+        return net
+
+    assert_same(trained(True), trained(False))
+    assert len(graphs.graphs) == 3
+
+
+def test_a_scaler_is_part_of_the_step(graphs: Any) -> None:
+    def trained(captured: bool) -> tuple[nn.Module, dict[str, Any]]:
+        torch.manual_seed(3)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.125, momentum=0.5, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=7)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        run_step: Any = step
+        if captured:
+            run_step = CapturedStep(step, net, optimizer, scaler=scaler, surface=graphs)
+        data = batches(40)
+        data[25] = (data[25][0] * float("inf"), data[25][1])  # a step that has to be skipped
+        net.norm.eval()
+        run(run_step, data)
+        return net, scaler.state_dict()
+
+    (net, state), (twin, expected) = trained(True), trained(False)
+    assert_same(net, twin)
+    assert state == expected
+    assert graphs.graphs[0].replays > 30
+
+
+def test_steps_that_are_not_deterministic_are_held_to_their_own_noise(graphs: Any) -> None:
+    net, optimizer, inner = training(torch.optim.SGD, lr=0.125, fused=True)
+    source = torch.Generator().manual_seed(5)
+    noises = iter(torch.rand(400, generator=source))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return inner(x * (1 + 1e-6 * next(noises)), y)
+
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    run(captured, batches(40))
+    report = captured.report()
+    assert report.graphs == 1
+    assert report.noise is not None
+    assert 0 < report.noise < 1e-4
+
+
+def test_outputs_are_copies_and_gradients_those_of_the_last_replay(graphs: Any) -> None:
+    net, optimizer, step = training(torch.optim.SGD, lr=0.125, fused=True)
+    twin, _, plain = training(torch.optim.SGD, lr=0.125, fused=True)
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    data = batches(15)
+    torch.manual_seed(7)
+    kept = [captured(*batch) for batch in data]
+    torch.manual_seed(7)
+    assert [k.item() for k in kept] == [plain(*batch).item() for batch in data]
+    assert not any(k.requires_grad for k in kept)
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad)
+
+
+def test_a_prefetcher_may_write_the_buffers_itself(graphs: Any) -> None:
+    net, optimizer, step = training(torch.optim.SGD, lr=0.125, fused=True)
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    data = batches(12)
+    assert captured.inputs(*data[0]) is None
+    run(captured, data)
+    (x, y), _ = captured.inputs(*data[0])
+    x.fill_(0.5)
+    y.fill_(1)
+    torch.manual_seed(0)
+    before = captured.report().replays
+    captured(x, y)
+    assert captured.report().replays == before + 1
+
+
+def test_more_shapes_than_graphs_run_eagerly_with_one_message(graphs: Any) -> None:
+    net, optimizer, step = training(torch.optim.SGD, lr=0.125, fused=True)
+    twin, _, plain = training(torch.optim.SGD, lr=0.125, fused=True)
+    captured = CapturedStep(step, net, optimizer, surface=graphs, most_graphs=2)
+    data = batches(60, [8, 5, 6])
+    with pytest.warns(GraphWarning, match="more than 2 shapes") as caught:
+        losses = run(captured, data)
+    assert len(caught) == 1
+    assert losses == run(plain, data)
+    assert_same(net, twin)
+    assert captured.report().graphs == 2
+    assert captured.report().reason is None
+
+
+def test_a_batch_that_cannot_be_looked_into(graphs: Any) -> None:
+    class Opaque:
+        def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
+            self.x, self.y = x, y
+
+    net, optimizer, inner = training(torch.optim.SGD, lr=0.125, fused=True)
+    captured = CapturedStep(lambda b: inner(b.x, b.y), net, optimizer, surface=graphs)
+    with pytest.warns(GraphWarning, match=r"an object of type .*Opaque"):
+        captured(Opaque(*batches(1)[0]))
+    captured(Opaque(*batches(1)[0]))
+
+
+def test_an_error_of_the_step_itself_comes_through(graphs: Any) -> None:
+    net, optimizer, inner = training(torch.optim.SGD, lr=0.125, fused=True)
+    captured = CapturedStep(inner, net, optimizer, surface=graphs)
+    x, y = batches(1)[0]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        captured(x[:, :5], y)
+
+
+def test_a_cpu_runs_the_step_as_it_is_without_a_message() -> None:
+    net, optimizer, step = training(torch.optim.AdamW, lr=1e-3)
+    twin, _, plain = training(torch.optim.AdamW, lr=1e-3)
+    captured = CapturedStep(step, net, optimizer)
+    assert run(captured, batches(10)) == run(plain, batches(10))
+    assert_same(net, twin)
+    assert captured.report().reason == "devices of type cpu have no graphs"
+    assert "eager: devices of type cpu have no graphs; 0 steps replayed, 10 eager" in str(
+        captured.report()
+    )
+
+
+def test_closing_puts_the_optimizer_back_and_goes_on_eagerly(graphs: Any) -> None:
+    net, optimizer, step = training(torch.optim.AdamW, lr=1e-3)
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    run(captured, batches(12))
+    captured.close()
+    assert graphs.graphs[0].was_reset
+    captured(*batches(1)[0])
+    assert captured.report().reason == "closed"
+    assert optimizer.state[net.last.bias]["step"].item() == 13
+
+
+def test_state_is_kept_on_the_host_where_the_device_is_full(graphs: Any) -> None:
+    graphs.room = 0
+    net, optimizer, step = training(torch.optim.SGD, lr=0.125, fused=True)
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    run(captured, batches(12))
+    assert captured.report().graphs == 1
+
+
+@pytest.mark.parametrize("wrong", [{"warm_up": 1}, {"verify": 0}])
+def test_no_graph_without_warm_up_and_verification(graphs: Any, wrong: dict[str, int]) -> None:
+    net, optimizer, step = training(torch.optim.SGD, lr=0.125)
+    with pytest.raises(ValueError, match="2 eager steps at least, and verified once"):
+        CapturedStep(step, net, optimizer, surface=graphs, **wrong)

@@ -47,7 +47,9 @@ class StepReport:
     captures: int
     capture_s: float  # seconds spent on capturing
     graph_bytes: int  # memory that the allocator holds for graphs beyond what it held before
-    noise: float | None  # how far two eager runs of one step were apart; None if it was not needed
+    noise: (
+        float | None
+    )  # how far the weights of two eager runs of a step were apart; None: not needed
     shapes: dict[tuple[tuple[int, ...], ...], int]  # how often each combination of shapes came
     reason: str | None  # why steps run eagerly; None while they are captured
 
@@ -136,7 +138,7 @@ class CapturedStep:
         self._shapes: dict[Hashable, _Shape] = {}
         self._last: _Shape | None = None
         self._form_proven = False
-        self._noise: float | None = None
+        self._noise: dict[str, float] | None = None
         self._noise_runs = 0  # still to be made
         self._calls = self._replays = self._eager_runs = self._captures = self._recaptures = 0
         self._capture_s, self._graph_bytes = 0.0, 0
@@ -158,11 +160,12 @@ class CapturedStep:
         if shape is None:
             self._eager_runs += 1
             return _detached(self._step(*given[0], **given[1]))
-        if shape.graph is not None and shape.left == 0:
-            stale = shape.guards.broken(self._parts, self._forms) if shape.guards else None
-            if stale is None:
+        if shape.graph is not None and shape.guards is not None:
+            stale = shape.guards.broken(self._parts, self._forms)
+            if stale is not None:
+                self._drop(shape, stale)
+            elif shape.left == 0:
                 return self._replay(shape, args, kwargs)
-            self._drop(shape, stale)
         return self._learn(shape, args, kwargs)
 
     def report(self) -> StepReport:
@@ -173,7 +176,7 @@ class CapturedStep:
         trusted = sum(s.graph is not None and s.left == 0 for s in self._shapes.values())
         return StepReport(
             trusted, self._replays, self._eager_runs, self._captures, self._capture_s,
-            self._graph_bytes, self._noise, shapes, self._reason,
+            self._graph_bytes, None if self._noise is None else self._noise.get("weights", 0.0), shapes, self._reason,
         )  # fmt: skip
 
     def inputs(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -289,10 +292,10 @@ class CapturedStep:
         if not shape.looked:
             shape.looked = True
             return self._look(args, kwargs)
-        if not self._form_proven:
-            return self._prove_form(args, kwargs)
         if self._noise_runs > 0:
             return self._measure_noise(args, kwargs)
+        if not self._form_proven:
+            return self._prove_form(args, kwargs)
         if shape.graph is None and not self._capture(shape, args, kwargs):
             self._eager_runs += 1
             return _detached(self._step(*args, **kwargs))
@@ -323,7 +326,8 @@ class CapturedStep:
     def _prove_form(self, args: Any, kwargs: Any) -> Any:
         """Runs a step in the optimizers' capturable form and in their own, and compares; the own result stands."""
         for form in self._forms:
-            form.prepare()
+            if not form.prepared:
+                form.prepare()
         saved = self._saved()
         if saved is None:
             return self._run(args, kwargs)
@@ -336,15 +340,30 @@ class CapturedStep:
             return self._run(args, kwargs)
         saved.swap()
         result = self._run(args, kwargs, own=True)
-        apart = max(saved.apart(), _outputs_apart(new, result))
-        if apart <= FORM_TOLERANCE:
+        apart = saved.apart() | _outputs_apart(new, result)
+        if self._agree(apart, FORM_TOLERANCE):
             self._form_proven = True
             self._refuse_waits(syncs)
-        else:
+        elif self._noise is not None:
             self._give_up(
-                f"the capturable form of the optimizer differs by {apart:.2g} from its own"
+                f"the capturable form of the optimizer differs from its own: {self._worst(apart)}"
             )
+        else:
+            self._noise, self._noise_runs = {}, NOISE_RUNS
         return result
+
+    def _agree(self, apart: dict[str, float], allowed: float = 0.0) -> bool:
+        """Whether two runs are no further apart than allowed, or than two eager runs are."""
+        noise = self._noise or {}
+        return all(
+            d <= max(allowed, MOST_TIMES_NOISE * noise.get(n, 0.0)) for n, d in apart.items()
+        )
+
+    def _worst(self, apart: dict[str, float]) -> str:
+        """Returns the kind of state that is furthest apart, against what two eager runs are, in words."""
+        noise = self._noise or {}
+        name = max(apart, key=lambda n: apart[n] / max(noise.get(n, 0.0), 1e-30))
+        return f"{name} are {apart[name]:.2g} away, where two eager runs are {noise.get(name, 0.0):.2g} apart"
 
     def _capture(self, shape: _Shape, args: Any, kwargs: Any) -> bool:
         """Captures the step for one shape; False if that failed, and all is as before."""
@@ -372,7 +391,7 @@ class CapturedStep:
         shape.grads = [p.grad for p in self._parts.parameters()]
         shape.guards = Guards(self._parts, self._forms, entry, shape.grads)
         shape.left = self._verify_steps
-        replaced = {id(t) for t in state_tensors(self._parts)} != {id(t) for t in before}
+        replaced = {id(t) for _, t in state_tensors(self._parts)} != {id(t) for _, t in before}
         saved.rewind()
         self._captures += 1
         self._capture_s += time.perf_counter() - started
@@ -390,15 +409,13 @@ class CapturedStep:
         replayed = self._launch(shape, args, kwargs)
         saved.swap()
         result = self._run(args, kwargs)
-        apart = max(saved.apart(), _outputs_apart(replayed, result))
-        if apart <= MOST_TIMES_NOISE * (self._noise or 0.0):
+        apart = saved.apart() | _outputs_apart(replayed, result)
+        if self._agree(apart):
             shape.left -= 1
         elif self._noise is None:
-            self._noise, self._noise_runs = 0.0, NOISE_RUNS
+            self._noise, self._noise_runs = {}, NOISE_RUNS
         else:
-            self._give_up(
-                f"a replay ends {apart:.2g} away from the eager step, where two eager runs are {self._noise:.2g} apart"
-            )
+            self._give_up(f"a replay does not do what the eager step does: {self._worst(apart)}")
         return result
 
     def _measure_noise(self, args: Any, kwargs: Any) -> Any:
@@ -409,7 +426,8 @@ class CapturedStep:
         first = self._run(args, kwargs)
         saved.swap()
         second = self._run(args, kwargs)
-        self._noise = max(self._noise or 0.0, saved.apart(), _outputs_apart(first, second))
+        apart, noise = saved.apart() | _outputs_apart(first, second), self._noise or {}
+        self._noise = {n: max(d, noise.get(n, 0.0)) for n, d in apart.items()}
         self._noise_runs -= 1
         return second
 
@@ -506,13 +524,11 @@ def _detached(tree: Any) -> Any:
     return map_tensors(tree, lambda t: t.detach())
 
 
-def _outputs_apart(a: Any, b: Any) -> float:
+def _outputs_apart(a: Any, b: Any) -> dict[str, float]:
     """Returns how far apart two results of a step are; infinite where they differ in what is not a tensor."""
     if plain_values(a) != plain_values(b):
-        return float("inf")
-    return max(
-        (distance(x, y) for x, y in zip(tensors_in(a), tensors_in(b), strict=True)), default=0.0
-    )
+        return {"results": float("inf")}
+    return {"results": distance(zip(tensors_in(a), tensors_in(b), strict=True))}
 
 
 def _first_line(error: BaseException) -> str:

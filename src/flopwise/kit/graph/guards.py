@@ -15,6 +15,7 @@ def conditions(parts: Parts) -> Hashable:
     return (
         tuple([m.training for m in parts.module_list]),
         tuple([p.requires_grad for p in parts.parameter_list]),
+        tuple([p.grad is None for p in parts.parameter_list]),
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cuda"),
         torch.is_autocast_enabled("cpu"),
@@ -65,7 +66,6 @@ class Guards:
         self._states = [o.state for o in parts.optimizers]
         self._constants = [f.constants for f in forms]
         self._entry = entry
-        self._had = [g is not None for g in entry]
         #: Whether the step adds to gradients that were there before it.
         self.accumulates = any(a is not None and a is b for a, b in zip(entry, grads, strict=True))
 
@@ -82,15 +82,7 @@ class Guards:
         for form, constants in zip(forms, self._constants, strict=True):
             if form.constants != constants:
                 return "numbers of the optimizer other than learning rates changed"
-        if [p.grad is not None for p in parts.parameter_list] != self._had and not self._zeroed():
-            return (
-                "gradients are there at the start of the step where there were none, or the reverse"
-            )
         return None
-
-    def _zeroed(self) -> bool:
-        """Whether the step drops the gradients that it finds."""
-        return any(self._had) and not self.accumulates
 
     def bring_grads(self, parts: Parts) -> None:
         """Puts the gradients to be added to where the graph expects them."""

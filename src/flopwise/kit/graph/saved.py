@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,26 +15,31 @@ _PLAIN = (bool, int, float, str, type(None))
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def state_tensors(parts: Parts) -> list[torch.Tensor]:
-    """Returns every tensor that holds state: weights, buffers, moments, scales and those given, each once."""
-    found: dict[int, torch.Tensor] = {}
-    found.update((id(p), p) for p in parts.parameters())
+def state_tensors(parts: Parts) -> list[tuple[str, torch.Tensor]]:
+    """Returns every tensor that holds state, each once, with its kind: weights, buffers, a moment's name, ..."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    found.update((id(p), ("weights", p)) for p in parts.parameters())
     for module in parts.every_module():
-        found.update((id(b), b) for b in module._buffers.values() if b is not None)
+        found.update((id(b), ("buffers", b)) for b in module._buffers.values() if b is not None)
     for optimizer in parts.optimizers:
         for entry in optimizer.state.values():
             if isinstance(entry, dict):
-                found.update((id(v), v) for v in entry.values() if isinstance(v, torch.Tensor))
+                found.update(
+                    (id(v), (n, v)) for n, v in entry.items() if isinstance(v, torch.Tensor)
+                )
     for scaler in parts.scalers:
-        found.update((id(v), v) for v in vars(scaler).values() if isinstance(v, torch.Tensor))
-    found.update((id(t), t) for t in parts.tensors)
+        own = vars(scaler).values()
+        found.update((id(v), ("scales", v)) for v in own if isinstance(v, torch.Tensor))
+    found.update((id(t), ("tensors", t)) for t in parts.tensors if id(t) not in found)
     return list(found.values())
 
 
 def state_bytes(parts: Parts) -> int:
     """Returns the bytes that keeping the state once takes, gradients included."""
     grads = [p.grad for p in parts.parameters() if p.grad is not None]
-    return sum(t.numel() * t.element_size() for t in (*state_tensors(parts), *grads))
+    return sum(
+        t.numel() * t.element_size() for t in (*[t for _, t in state_tensors(parts)], *grads)
+    )
 
 
 class RngState:
@@ -79,8 +85,8 @@ class Saved:
         self._parts, self._device = parts, device
         place = where or device
         self._tensors = [
-            (t, t.detach().to(place, copy=True) if t.device != place else t.detach().clone())
-            for t in state_tensors(parts)
+            (n, t, t.detach().to(place, copy=True) if t.device != place else t.detach().clone())
+            for n, t in state_tensors(parts)
         ]
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = [
             (p, p.grad, p.grad.detach().clone() if p.grad is not None else None)
@@ -95,7 +101,7 @@ class Saved:
     @torch.no_grad()
     def rewind(self) -> None:
         """Puts everything back, to the bit."""
-        for tensor, value in self._tensors:
+        for _, tensor, value in self._tensors:
             tensor.detach().copy_(value)
         self._put_back()
 
@@ -105,28 +111,27 @@ class Saved:
         self._after = _After(
             self._parts, self._device, [g for _, g, _ in self._grads if g is not None]
         )
-        for tensor, value in self._tensors:
+        for _, tensor, value in self._tensors:
             now = tensor.detach().clone()
             tensor.detach().copy_(value)
             value.copy_(now)
         self._put_back()
 
-    def apart(self) -> float:
-        """Returns how far the state now is from the one kept by `swap`: the largest relative distance of a tensor.
+    def apart(self) -> dict[str, float]:
+        """Returns how far the state now is from the one kept by `swap`, for each kind of tensor (see `distance`).
 
-        0 is equal to the bit. Infinite: other gradients exist, or the generators stand elsewhere.
+        By kinds, because single tensors may be made of nothing but rounding: the gradient of a bias in front of a
+        batch norm. "generators" are apart by 0 or by infinity.
         """
         assert self._after is not None
         now = _After(self._parts, self._device, [])
-        if not self._after.rng.same(now.rng):
-            return math.inf
-        worst = max((distance(t, v) for t, v in self._tensors), default=0.0)
-        for a, b in zip(self._after.grads, now.grads, strict=True):
-            if (a is None) != (b is None):
-                return math.inf
-            if a is not None and b is not None:
-                worst = max(worst, distance(b, a))
-        return worst
+        kinds: dict[str, list[tuple[torch.Tensor | None, torch.Tensor | None]]] = {}
+        for name, tensor, value in self._tensors:
+            kinds.setdefault(name, []).append((tensor, value))
+        kinds["gradients"] = list(zip(now.grads, self._after.grads, strict=True))
+        found = {name: distance(pairs) for name, pairs in kinds.items()}
+        found["generators"] = 0.0 if self._after.rng.same(now.rng) else math.inf
+        return found
 
     def _put_back(self) -> None:
         for parameter, grad, value in self._grads:
@@ -159,20 +164,30 @@ class _After:
         self.rng = RngState(device, parts.generators)
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns 0 where two tensors are equal to the bit, else the length of their difference over that of the second."""
-    a, b = found.detach(), expected.detach()
-    if a.is_sparse or b.is_sparse:
-        a, b = a.to_dense(), b.to_dense()
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return math.inf
-    if b.device != a.device:
-        b = b.to(a.device)
-    if torch.equal(_bits(a), _bits(b)):
+def distance(pairs: Iterable[tuple[torch.Tensor | None, torch.Tensor | None]]) -> float:
+    """Returns 0 where all pairs are equal to the bit, else the length of their difference over that of the second.
+
+    The tensors of one call are taken as one vector. Infinite: one of a pair is missing, of another shape or dtype, or
+    the difference is not finite.
+    """
+    equal, apart, size = True, 0.0, 0.0
+    for found, expected in pairs:
+        if found is None or expected is None:
+            if found is not expected:
+                return math.inf
+            continue
+        a, b = found.detach(), expected.detach().to(found.device)
+        if a.is_sparse or b.is_sparse:
+            a, b = a.to_dense(), b.to_dense()
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return math.inf
+        wide = torch.complex128 if a.is_complex() else torch.float64
+        if not torch.equal(_bits(a), _bits(b)):
+            equal = False
+            apart += float((a.to(wide) - b.to(wide)).abs().square().sum())
+        size += float(b.to(wide).abs().square().sum())
+    if equal:
         return 0.0
-    wide = torch.complex128 if a.is_complex() else torch.float64
-    apart = float((a.to(wide) - b.to(wide)).abs().square().sum())
-    size = float(b.to(wide).abs().square().sum())
     if not math.isfinite(apart):
         return math.inf
     return math.sqrt(apart / size) if size > 0 else math.inf
