@@ -129,6 +129,8 @@ def call_problem(module: nn.Module) -> str | None:
         return "the module is TorchScript: it is compiled already, by another compiler, and is left as it is"
     if any(isinstance(m, torch.jit.ScriptModule) for m in module.modules()):
         return "a part of the module is TorchScript, which Dynamo does not trace into: it is left as it is"
+    if kind.__name__ == "DistributedDataParallel":
+        return "DistributedDataParallel splits the graph at its buckets: compile the module in it"
     if isinstance(module, nn.DataParallel):
         return "DataParallel copies the module's call to its replicas"
     if isinstance(module, torch._dynamo.OptimizedModule):

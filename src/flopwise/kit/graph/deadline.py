@@ -126,6 +126,7 @@ class _Ambient:
             for kind in ("cpu", "cuda")
             if torch.is_autocast_enabled(kind)
         ]
+        self.threads = torch.get_num_threads()  # a guard of compiled code
         self.cache = torch.is_autocast_cache_enabled()
         self.stream = (
             torch.cuda.current_stream()
@@ -136,6 +137,8 @@ class _Ambient:
     def entered(self) -> ExitStack:
         """Returns a context in which they hold in another thread."""
         stack = ExitStack()
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
         stack.enter_context(torch.set_grad_enabled(self.grad))
         for kind, dtype in self.autocast:
             stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.cache))
@@ -143,3 +146,14 @@ class _Ambient:
             stack.enter_context(torch.cuda.device(self.stream.device))
             stack.enter_context(torch.cuda.stream(self.stream))
         return stack
+
+
+def modes_problem() -> str | None:
+    """Returns why work cannot be done in another thread on behalf of this one, or None."""
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return "a mode of torch is active in this thread"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "hooks on saved tensors are active in this thread"
+    if torch.is_inference_mode_enabled():
+        return "inference mode is on in this thread"
+    return None

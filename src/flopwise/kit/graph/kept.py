@@ -40,10 +40,14 @@ def _some(state: torch.Tensor | None) -> torch.Tensor:
 
 
 class Kept:
-    """What one module was at a moment, kept beside it."""
+    """What one module was at a moment, kept beside it.
 
-    def __init__(self, module: nn.Module) -> None:
-        tensors = [*module.parameters(), *module.buffers()]
+    Args:
+        weights: keep parameters too; without an optimizer's step nothing changes them.
+    """
+
+    def __init__(self, module: nn.Module, weights: bool = True) -> None:
+        tensors = [*(module.parameters() if weights else ()), *module.buffers()]
         self._tensors = [(t, t.detach().clone()) for t in tensors]
         self._grads = [(p, p.grad) for p in module.parameters()]
         # Plain attributes that a forward may change: counters, schedules, flags.
@@ -72,9 +76,9 @@ class Kept:
 
 
 @contextmanager
-def kept(module: nn.Module) -> Iterator[Kept]:
+def kept(module: nn.Module, weights: bool = True) -> Iterator[Kept]:
     """Leaves a module as it was found, whatever happens in the block."""
-    state = Kept(module)
+    state = Kept(module, weights)
     try:
         yield state
     finally:

@@ -1,0 +1,455 @@
+"""Models compiled in place: the same object, the same keys, and back to eager whenever compiling does not pay."""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwise.errors import GraphWarning
+from flopwise.kit.graph.compile_report import CompileReport, varying
+from flopwise.kit.graph.compiler import (
+    break_even_steps,
+    call_problem,
+    compiler_problem,
+    forget,
+    frame,
+    frames_compiled,
+    frames_tried,
+    tally,
+)
+from flopwise.kit.graph.deadline import Overdue, Within, modes_problem
+from flopwise.kit.graph.events import Mark
+from flopwise.kit.graph.kept import device_of, kept, without_dropout
+from flopwise.kit.graph.numerics import Call, Numerics, compare, plain, scalar
+from flopwise.kit.graph.regions import Choice, is_silent, likeness, regions_of, scripted
+from flopwise.kit.graph.timing import interleaved
+from flopwise.kit.nested import tensors_in
+
+#: A compilation that takes longer is abandoned.
+DEADLINE_S = 120.0
+#: With more graph breaks than this a model runs as many small graphs.
+MOST_BREAKS = 8
+#: With more compilations than this after the first, it keeps compiling for new shapes or values.
+MOST_RECOMPILES = 8
+#: Compiled code that is slower than eager by more than this share is taken back.
+SLOWER_FRAC = 0.02
+#: Different input shapes that are remembered.
+_MOST_SHAPES = 256
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What torch.compile is called with, and when to give up."""
+
+    mode: str | None = None
+    backend: Any = "inductor"
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    deadline_s: float = DEADLINE_S
+    evaluation: bool = True
+    measure: bool = True
+    steps_left: int | None = None
+    most_breaks: int = MOST_BREAKS
+    most_recompiles: int = MOST_RECOMPILES
+
+
+def compile_in_place(model: nn.Module, **settings: Any) -> Compiled:
+    """Compiles a model without wrapping it; returns the handle that reports on it and takes it back.
+
+    The object, its type, its state dict, its copies and pickles stay as they are. Nothing happens before the first
+    call in training: then forward and backward are compiled on that call's own arguments, in a thread that is
+    abandoned after `deadline_s`, and timed against eager; buffers, random numbers and gradients are put back. The
+    model goes on eagerly, with one GraphWarning, if compiling takes longer, fails, compiles nothing, breaks into more
+    than `most_breaks` graphs, is slower than eager, or would be paid back after `steps_left` only; and later if it has
+    been compiled anew more than `most_recompiles` times. A container of torch's own layers, of which
+    `module.compile()` silently compiles nothing, is compiled all the same. Inside DistributedDataParallel compile
+    `ddp.module`.
+
+    Args:
+        model: the module.
+        settings: `mode`, `backend`, `dynamic`, `options`: as for `torch.compile`; `deadline_s`: seconds, 120 by
+            default; `evaluation`: compile calls without gradients or in evaluation mode as well, apart from training
+            (True by default); `measure`: time compiled against eager (True); `steps_left`: steps that the run still
+            has, if known; `most_breaks`, `most_recompiles`: 8 by default.
+    """
+    return Compiled(model, [("", model)], Settings(**settings))
+
+
+def compile_regions(model: nn.Module, regions: Choice | None = None, **settings: Any) -> Compiled:
+    """Compiles a model's repeated blocks instead of the whole, once for all that are alike; returns the handle.
+
+    Cheaper to compile than the whole by the number of repetitions; what lies between the blocks stays eager.
+
+    Args:
+        model: the module.
+        regions: a class, several classes, or a function of name and module that chooses the blocks; None for the
+            outermost classes of which the model has two or more.
+        settings: as for `compile_in_place`.
+    """
+    chosen = [(n, m) for n, m in regions_of(model, regions) if not scripted(m.modules())]
+    return Compiled(model, chosen, Settings(**settings))
+
+
+class Compiled:
+    """The compiled parts of one model."""
+
+    def __init__(
+        self, model: nn.Module, modules: Sequence[tuple[str, nn.Module]], settings: Settings
+    ) -> None:
+        self._model, self._settings = model, settings
+        self._within = Within(settings.deadline_s)
+        self._mark, self._start = Mark(), tally()
+        self._counts = {"training": 0, "evaluation": 0, "recompiles": 0, "breaks": 0, "limits": 0}
+        self._compile_s, self._skips = 0.0, _cudagraph_skips()
+        self._times: dict[str, float] = {}
+        self._shapes: Counter[tuple[tuple[int, ...], ...]] = Counter()
+        self._warm: set[str] = set()
+        self._busy = False
+        self.reason = self._problem(modules)
+        self._parts: list[_Part] = []
+        self._cured: tuple[str, ...] = ()
+        if self.reason is not None:
+            self._warn()
+            return
+        self._cured = tuple(name for name, module in modules if is_silent(module))
+        self._codes: dict[Hashable, types.CodeType] = {}
+        self._parts = [_Part(module, self, self._codes) for _, module in modules]
+        self._root = vars(model).get("_compiled_call_impl")
+        whole = self._parts[0] if modules[0][1] is model else None
+        self._watch(whole)
+
+    def _problem(self, modules: Sequence[tuple[str, nn.Module]]) -> str | None:
+        if not modules:
+            return "no block of the model is repeated, and none was chosen"
+        for _, module in modules:
+            problem = call_problem(module)
+            if problem is not None and not is_silent(module):
+                return problem
+        if vars(self._model).get("_compiled_call_impl") is not None and not is_silent(self._model):
+            return "the model's call is compiled already"
+        uses_inductor = self._settings.backend == "inductor"
+        return compiler_problem(device_of(self._model)) if uses_inductor else None
+
+    # What the model's calls go through.
+
+    def _watch(self, whole: _Part | None) -> None:
+        """Puts the dispatch between eager, compiled training and compiled evaluation into the model's own slot."""
+        model = self._model
+        eager: Callable[..., Any] = model._call_impl
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.reason is not None or self._busy:
+                return eager(*args, **kwargs)
+            kind = "training" if model.training and torch.is_grad_enabled() else "evaluation"
+            if kind == "evaluation" and not self._settings.evaluation:
+                with _off(self._parts):
+                    return eager(*args, **kwargs)
+            if kind not in self._warm:
+                self._first(kind, args, kwargs)
+                if self.reason is not None:
+                    return eager(*args, **kwargs)
+            run = whole.function(kind) if whole is not None else eager
+            tried, compiled = frames_tried(), frames_compiled()
+            result = run(*args, **kwargs)
+            if frames_tried() != tried:
+                self._again(frames_compiled() - compiled)
+            if len(self._shapes) < _MOST_SHAPES:
+                self._shapes[tuple(tuple(t.shape) for t in tensors_in((args, kwargs)))] += 1
+            return result
+
+        for part in self._parts:
+            if part is not whole:
+                part.on()
+        vars(model)["_compiled_call_impl"] = call
+
+    def _first(self, kind: str, args: Any, kwargs: Any) -> None:
+        """Compiles for the first call of a kind, on its own arguments, and decides whether that is kept."""
+        self._warm.add(kind)
+        before = tally()
+        threads = self._within if modes_problem() is None else None
+        self._busy = True
+        try:
+            with warnings.catch_warnings(), kept(self._model, weights=False) as state:
+                warnings.simplefilter("ignore")  # nobody asked for a compiler's advice
+                work = _Rehearsal(self, kind, args, kwargs, state.rewind)
+                timed = self._settings.measure and kind == "training"
+                run = work.timed if timed else work.compile
+                self._times |= threads.run(run) if threads is not None else run()
+        except Overdue as overdue:
+            self._reject(f"compilation {overdue}, continuing eager")
+        except Exception as error:
+            self._reject(f"compiling failed ({type(error).__name__}: {_first_line(error)})")
+        finally:
+            self._busy = False
+        spent = tally() - before
+        self._counts[kind] += spent.frames
+        self._counts["breaks"] += spent.graph_breaks
+        self._compile_s += spent.compile_s
+        if self.reason is None:
+            self._judge(kind, spent.frames)
+
+    def _judge(self, kind: str, frames: int) -> None:
+        limit = self._settings.most_breaks
+        eager_s, compiled_s = self._times.get("eager"), self._times.get("compiled")
+        if frames == 0:
+            self._reject("nothing was compiled")
+        elif self._counts["breaks"] > limit:
+            places = "; ".join(str(b) for b in self._mark.breaks()[:3])
+            self._reject(
+                f"{self._counts['breaks']} graph breaks, more than {limit}, first at {places}"
+            )
+        elif kind == "training" and eager_s is not None and compiled_s is not None:
+            even = break_even_steps(self._compile_s, eager_s, compiled_s)
+            left = self._settings.steps_left
+            if compiled_s > eager_s * (1 + SLOWER_FRAC):
+                self._reject(
+                    f"slower by {100 * (compiled_s / eager_s - 1):.0f} % ({eager_s * 1e3:.3g} ms eager, {compiled_s * 1e3:.3g} ms compiled)"
+                )
+            elif left is not None and (even is None or even > left):
+                self._reject(f"paid back after {even or 'no number of'} steps, and {left} are left")
+
+    def _again(self, frames: int) -> None:
+        """Counts what has been compiled in a later call."""
+        now = tally() - self._start
+        self._counts["recompiles"] += frames
+        self._compile_s = max(self._compile_s, now.compile_s)
+        self._counts["limits"] = now.limits
+        recompiles = self._counts["recompiles"]
+        if recompiles > self._settings.most_recompiles or now.limits:
+            told = "; ".join(str(r) for r in self._mark.recompiles()[:3])
+            met = ", and the limit of recompiles was met" if now.limits else ""
+            self._reject(f"compiled {recompiles} times more{met}: {told}. Now running eager")
+
+    # What a user asks for.
+
+    def verify(
+        self,
+        *args: Any,
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        steps: int = 3,
+        **kwargs: Any,
+    ) -> Numerics:
+        """Returns whether compiled training is as near to float64 as eager over some steps; if not, it is taken back.
+
+        Args:
+            args, kwargs: one call of the model.
+            loss: makes the scalar that backward starts from; None for a scalar output, or the mean square of outputs.
+            steps: of gradient descent, each arm along its own gradients.
+
+        The library's dropout layers are off: compiled code draws from another stream. Where random numbers are drawn
+        all the same, the compared code draws as eager does, and eager is the reference. The module is left as it was.
+        """
+        model = self._model
+        call = Call(args, kwargs, loss)
+        parts = [_Part(p.module, self, {}) for p in self._parts]
+        whole = parts[0] if parts and parts[0].module is model else None
+        eager: Callable[..., Any] = model._call_impl
+
+        def compiled(*a: Any, **k: Any) -> Any:
+            if whole is not None:
+                return whole.function("training")(*a, **k)
+            with _on(parts):
+                return eager(*a, **k)
+
+        def bare(*a: Any, **k: Any) -> Any:
+            with _off(self._parts):
+                return eager(*a, **k)
+
+        self._busy = True
+        try:
+            with without_dropout(model), kept(model) as state:
+                call.run(bare)
+                draws = state.rng.moved()
+                state.rewind()
+                with _inductor_patch(fallback_random=draws):
+                    result = compare(model, call, bare, compiled, state, steps)
+        finally:
+            self._busy = False
+            for part in parts:
+                part.forget()
+        if not result.passed:
+            self._reject(f"the numbers differ: {result.reason}")
+        return result
+
+    def report(self) -> CompileReport:
+        """Returns what compiling came to so far."""
+        eager_s, compiled_s = self._times.get("eager"), self._times.get("compiled")
+        even = None
+        if eager_s is not None and compiled_s is not None:
+            even = break_even_steps(self._compile_s, eager_s, compiled_s)
+        return CompileReport(
+            modules=len(self._parts),
+            shared=len({likeness(p.module) for p in self._parts}),
+            cured=self._cured,
+            frames=self._counts["training"] + max(0, self._counts["recompiles"]),
+            breaks=tuple(self._mark.breaks()),
+            recompiles=tuple(self._mark.recompiles()),
+            compile_s=self._compile_s,
+            eager_s=eager_s,
+            compiled_s=compiled_s,
+            break_even_steps=even,
+            evaluation_frames=self._counts["evaluation"],
+            limits=self._counts["limits"],
+            sizes=varying(self._shapes),
+            cudagraph_skips=_cudagraph_skips() - self._skips,
+            reason=self.reason,
+        )
+
+    def remove(self) -> None:
+        """Takes the compiled code out: the model is as it was before."""
+        if self._parts:
+            own = vars(self._model)
+            own["_compiled_call_impl"] = self._root
+            for part in self._parts:
+                part.off()
+                part.forget()
+        self.reason = self.reason or "removed"
+
+    def _reject(self, reason: str) -> None:
+        if self.reason is None:
+            self.reason = reason
+            self.remove()
+            self._warn()
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"{type(self._model).__name__} is not compiled: {self.reason}",
+            GraphWarning,
+            stacklevel=4,
+        )
+
+
+class _Part:
+    """One module whose call is compiled; modules that are alike share the code that Dynamo keeps its work by."""
+
+    def __init__(
+        self, module: nn.Module, owner: Compiled, codes: dict[Hashable, types.CodeType]
+    ) -> None:
+        self.module = module
+        self._settings, self._codes = owner._settings, codes
+        self._before = vars(module).get("_compiled_call_impl")
+        self._frames: dict[str, types.FunctionType] = {}
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def function(self, kind: str) -> Callable[..., Any]:
+        """Returns the compiled call for training or evaluation."""
+        if kind not in self._functions:
+            plain_frame = frame(self.module._call_impl)
+            key = (likeness(self.module), kind)
+            code = self._codes.setdefault(key, plain_frame.__code__)
+            shared = types.FunctionType(
+                code, plain_frame.__globals__, code.co_name, None, plain_frame.__closure__
+            )
+            s = self._settings
+            self._frames[kind] = shared
+            self._functions[kind] = torch.compile(
+                shared, mode=s.mode, backend=s.backend, dynamic=s.dynamic, options=s.options
+            )
+        return self._functions[kind]
+
+    def on(self) -> None:
+        module = self.module
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kind = "training" if module.training and torch.is_grad_enabled() else "evaluation"
+            return self.function(kind)(*args, **kwargs)
+
+        vars(module)["_compiled_call_impl"] = call
+
+    def off(self) -> None:
+        vars(self.module)["_compiled_call_impl"] = self._before
+
+    def forget(self) -> None:
+        for function in self._frames.values():
+            forget(function)
+        self._frames.clear()
+        self._functions.clear()
+
+
+class _on:
+    """Lets the calls of parts be compiled for a block."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        self._parts = parts
+        self._were = [vars(p.module).get("_compiled_call_impl") for p in parts]
+
+    def __enter__(self) -> None:
+        for part in self._parts:
+            part.on()
+
+    def __exit__(self, *error: Any) -> None:
+        for part, was in zip(self._parts, self._were, strict=True):
+            vars(part.module)["_compiled_call_impl"] = was
+
+
+class _off(_on):
+    """Lets the calls of parts be eager for a block."""
+
+    def __enter__(self) -> None:
+        for part in self._parts:
+            vars(part.module)["_compiled_call_impl"] = None
+
+
+class _Rehearsal:
+    """One call of the training made before it is made: compiled, and timed against eager."""
+
+    def __init__(
+        self, owner: Compiled, kind: str, args: Any, kwargs: Any, rewind: Callable[[], None]
+    ) -> None:
+        self._owner, self._kind, self._rewind = owner, kind, rewind
+        self._call = Call(args, kwargs)
+        self._grads = torch.is_grad_enabled()
+        whole = owner._parts[0] if owner._parts[0].module is owner._model else None
+        self._eager = owner._model._call_impl
+        self._compiled = whole.function(kind) if whole is not None else self._eager
+
+    def compile(self) -> dict[str, float]:
+        """Compiles forward and backward."""
+        self._run(self._compiled)
+        self._rewind()
+        return {}
+
+    def timed(self) -> dict[str, float]:
+        """Compiles; returns seconds of a forward and backward, eager and compiled, measured in turns."""
+        self.compile()
+
+        def eager() -> None:
+            with _off(self._owner._parts):
+                self._run(self._eager)
+
+        arms = {"eager": eager, "compiled": lambda: self._run(self._compiled)}
+        return interleaved(arms, device_of(self._owner._model), rounds=5, budget_s=3.0)
+
+    def _run(self, function: Callable[..., Any]) -> None:
+        args, kwargs = self._call.fresh()
+        out = function(*args, **kwargs)
+        if not self._grads or not any(t.requires_grad for t in tensors_in(plain(out))):
+            return
+        leaves: list[torch.Tensor] = [p for p in self._owner._model.parameters() if p.requires_grad]
+        leaves += [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        # Not `backward`: hooks that wait for accumulated gradients (optimizers in the backward) are not called.
+        torch.autograd.grad(scalar(out, None), leaves, allow_unused=True)
+
+
+def _inductor_patch(**values: Any) -> Any:
+    from torch._inductor import config
+
+    return config.patch(**values)
+
+
+def _cudagraph_skips() -> int:
+    """Returns how often torch's own CUDA graphs were passed over in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return int(utils.counters["inductor"]["cudagraph_skips"]) if utils is not None else 0
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
