@@ -81,7 +81,7 @@ def test_in_place_the_model_stays_what_it_was() -> None:
     assert (report.modules, report.frames, report.recompiles, report.reason) == (1, 1, (), None)
     assert report.compile_s > 0
     assert str(report).startswith("compiled: 1 modules, 1 frames")
-    assert "_compiled_call_impl" not in pickle.loads(pickle.dumps(model)).__dict__ or True
+    assert vars(pickle.loads(pickle.dumps(model))).get("_compiled_call_impl") is None
     assert vars(copy.deepcopy(model)).get("_compiled_call_impl") is None
     handle.remove()
     assert vars(model).get("_compiled_call_impl") is None
@@ -93,7 +93,8 @@ def test_regions_that_are_alike_are_compiled_once() -> None:
     handle = compile_regions(model, **QUICK)
     assert train(model) == pytest.approx(train(twin), rel=1e-5)
     report = handle.report()
-    assert (report.modules, report.shared, report.frames, report.reason) == (6, 1, 1, None)
+    assert (report.modules, report.shared, report.reason) == (6, 1, None)
+    assert report.frames == 2  # the first block's input needs no gradient, the others' does
     handle.remove()
     assert all(vars(m).get("_compiled_call_impl") is None for m in model.modules())
     assert train(model) == pytest.approx(train(twin), rel=1e-5)
@@ -171,7 +172,7 @@ def test_a_library_block_is_compiled_as_a_region() -> None:
     loss.backward()
     report = handle.report()
     assert report.cured == ("layers.0", "layers.1", "layers.2")
-    assert report.frames == 1
+    assert report.frames == 2
 
 
 def test_torchscript_is_left_with_the_reason() -> None:
@@ -228,32 +229,33 @@ def test_a_compiler_that_fails_leaves_the_model_eager() -> None:
 
 
 class Breaks(nn.Module):
-    def __init__(self, times: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layer, self.times = nn.Linear(8, 8), times
+        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.times):
-            x = self.layer(x)
-            torch._dynamo.graph_break()
-        return x
+        x = self.layer(x)
+        torch._dynamo.graph_break()
+        x = self.layer(x)
+        torch._dynamo.graph_break()
+        return self.layer(x)
 
 
 def test_graph_breaks_are_counted_with_their_lines() -> None:
-    model = built(Breaks, 2)
+    model = built(Breaks)
     handle = compile_in_place(model, **QUICK)
     train(model)
     report = handle.report()
-    assert sum(b.times for b in report.breaks) == 2
+    assert len(report.breaks) == 2
     assert "test_compilation.py:" in str(report)
     assert report.reason is None
 
 
 def test_too_many_graph_breaks_take_it_back() -> None:
-    model, twin = built(Breaks, 12), built(Breaks, 12)
-    compile_in_place(model, **QUICK)
+    model, twin = built(Breaks), built(Breaks)
+    compile_in_place(model, most_breaks=1, **QUICK)
     with pytest.warns(
-        GraphWarning, match=r"graph breaks, more than 8, first at .*test_compilation.py"
+        GraphWarning, match=r"2 graph breaks, more than 1, first at .*test_compilation.py"
     ):
         losses = train(model)
     assert losses == train(twin)

@@ -107,7 +107,7 @@ class Compiled:
         self._model, self._settings = model, settings
         self._within = Within(settings.deadline_s)
         self._mark, self._start = Mark(), tally()
-        self._counts = {"training": 0, "evaluation": 0, "recompiles": 0, "breaks": 0, "limits": 0}
+        self._counts = {"training": 0, "evaluation": 0, "recompiles": 0, "limits": 0}
         self._compile_s, self._skips = 0.0, _cudagraph_skips()
         self._times: dict[str, float] = {}
         self._shapes: Counter[tuple[tuple[int, ...], ...]] = Counter()
@@ -191,21 +191,18 @@ class Compiled:
             self._busy = False
         spent = tally() - before
         self._counts[kind] += spent.frames
-        self._counts["breaks"] += spent.graph_breaks
         self._compile_s += spent.compile_s
         if self.reason is None:
             self._judge(kind, spent.frames)
 
     def _judge(self, kind: str, frames: int) -> None:
-        limit = self._settings.most_breaks
+        limit, breaks = self._settings.most_breaks, self._mark.breaks()
         eager_s, compiled_s = self._times.get("eager"), self._times.get("compiled")
         if frames == 0:
             self._reject("nothing was compiled")
-        elif self._counts["breaks"] > limit:
-            places = "; ".join(str(b) for b in self._mark.breaks()[:3])
-            self._reject(
-                f"{self._counts['breaks']} graph breaks, more than {limit}, first at {places}"
-            )
+        elif len(breaks) > limit:
+            places = "; ".join(str(b) for b in breaks[:3])
+            self._reject(f"{len(breaks)} graph breaks, more than {limit}, first at {places}")
         elif kind == "training" and eager_s is not None and compiled_s is not None:
             even = break_even_steps(self._compile_s, eager_s, compiled_s)
             left = self._settings.steps_left
@@ -265,7 +262,8 @@ class Compiled:
 
         self._busy = True
         try:
-            with without_dropout(model), kept(model) as state:
+            with warnings.catch_warnings(), without_dropout(model), kept(model) as state:
+                warnings.simplefilter("ignore")
                 call.run(bare)
                 draws = state.rng.moved()
                 state.rewind()
@@ -452,4 +450,6 @@ def _cudagraph_skips() -> int:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    """Returns the first line of an error, and the next one where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])

@@ -25,11 +25,10 @@ class GraphBreak:
 
     reason: str
     where: str  # file:line of the user's code; "" if torch does not say
-    times: int = 1
+    times: int = 1  # that the compiler came upon it: for every frame around it, too
 
     def __str__(self) -> str:
-        times = f" ({self.times} times)" if self.times > 1 else ""
-        return f"{self.where or 'somewhere'}: {self.reason}{times}"
+        return f"{self.where or 'somewhere'}: {self.reason}"
 
 
 @dataclass(frozen=True)
