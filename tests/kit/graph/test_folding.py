@@ -130,6 +130,7 @@ def test_a_norm_over_another_dimension_than_the_features_stays() -> None:
     torch.testing.assert_close(folded(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # eager `torch.cond` compiles
 def test_branches_on_constant_conditions_are_chosen() -> None:
     class Branches(nn.Module):
         def __init__(self, on: bool) -> None:

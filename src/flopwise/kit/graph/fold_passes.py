@@ -330,3 +330,8 @@ def _after_layer(node: Any) -> bool:
 def count_nodes(module: fx.GraphModule) -> int:
     """Returns how many operations a graph has."""
     return sum(n.op == "call_function" or n.op == "call_method" for n in module.graph.nodes)
+
+
+def has_branches(module: fx.GraphModule) -> bool:
+    """Whether a graph has operations with graphs of their own, which cannot be counted from outside."""
+    return any(isinstance(n.target, torch._ops.HigherOrderOperator) for n in module.graph.nodes)

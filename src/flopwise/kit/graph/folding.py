@@ -26,8 +26,10 @@ class FoldReport:
 
     nodes_before: int  # operations in the exported graph
     nodes_after: int
-    kernels_before: int  # on a GPU kernels, by the profiler; on a CPU operations that compute
-    kernels_after: int
+    kernels_before: (
+        int | None
+    )  # on a GPU kernels, by the profiler; on a CPU operations that compute; None: it has branches
+    kernels_after: int | None
     folded: dict[str, int]  # by what was done
     error_before: (
         float | None
@@ -104,7 +106,7 @@ def fold(
     device = device_of(model)
     with torch.no_grad():
         graph = _exported(model, example, keywords, dynamic_batch)
-        nodes_before = passes.count_nodes(graph)
+        nodes_before, branches = passes.count_nodes(graph), passes.has_branches(graph)
         folded = _fold(graph)
         result = Folded(graph)
 
@@ -121,8 +123,8 @@ def fold(
         result.report = FoldReport(
             nodes_before,
             passes.count_nodes(graph),
-            count_kernels(run(model), device),
-            count_kernels(run(result), device),
+            None if branches else count_kernels(run(model), device),
+            None if passes.has_branches(graph) else count_kernels(run(result), device),
             folded,
             before,
             after,
