@@ -1,9 +1,9 @@
 """Graphs: compiled models and regions, folded evaluation graphs, and whole steps captured once and replayed.
 
-    from flopwise.kit.graph import CapturedStep, compile_in_place
+from flopwise.kit.graph import CapturedStep, compile_in_place
 
-    compile_in_place(model)                                 # compiled on the first call in training
-    step = CapturedStep(train_step, model, optimizer)       # captured once it is shown to be the same
+compile_in_place(model)                                 # compiled on the first call in training
+step = CapturedStep(train_step, model, optimizer)       # captured once it is shown to be the same
 """
 
 from flopwise.kit.graph.buckets import Buckets, suggest_buckets

@@ -131,7 +131,8 @@ class CapturedStep:
         scalers = [scaler] if scaler is not None else []
         self._step = step
         self._parts = parts_of(step, modules, optimizers, scalers, state)
-        self._forms = [Form(o, bool(self._parts.scalers)) for o in self._parts.optimizers]
+        self._scaled = any(getattr(s, "is_enabled", lambda: True)() for s in self._parts.scalers)
+        self._forms = [Form(o, self._scaled) for o in self._parts.optimizers]
         self._buckets, self._warm_up, self._verify_steps = buckets, warm_up, verify
         self._recheck, self._most_graphs, self._patience = recheck_every, most_graphs, patience
         self._surface: Surface = surface or _surface(self._parts)
@@ -314,7 +315,7 @@ class CapturedStep:
         elif problem is not None:
             self._give_up(problem)
         elif (
-            self._form_proven or not self._parts.scalers
+            self._form_proven or not self._scaled
         ):  # a scaler may wait in the optimizer's own form only
             self._refuse_waits(syncs)
         return result
