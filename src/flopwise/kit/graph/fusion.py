@@ -125,8 +125,15 @@ def _operations(node: Any) -> tuple[str, ...]:
         inner = getattr(part, "node", None)
         for origin in sorted(getattr(inner, "origins", ()), key=str):
             if origin.op == "call_function":
-                names[str(origin.target).replace("aten.", "").partition(".")[0]] = None
+                names[_short(origin.target)] = None
     return tuple(names)
+
+
+def _short(target: Any) -> str:
+    """Returns `relu` for `aten.relu.default`, and a function's own name."""
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.partition("::")[2]
+    return str(getattr(target, "__name__", target))
 
 
 def _moved(node: Any) -> int:

@@ -64,6 +64,7 @@ class Guards:
         ]
         self._members = _members(parts)
         self._states = [o.state for o in parts.optimizers]
+        self._state_members = _state_members(parts)
         self._constants = [f.constants for f in forms]
         self._entry = entry
         #: Whether the step adds to gradients that were there before it.
@@ -79,6 +80,8 @@ class Guards:
         for optimizer, state in zip(parts.optimizers, self._states, strict=True):
             if optimizer.state is not state:
                 return "the state of the optimizer was replaced (loaded)"
+        if _state_members(parts) != self._state_members:
+            return "tensors in the state of the optimizer were replaced"
         for form, constants in zip(forms, self._constants, strict=True):
             if form.constants != constants:
                 return "numbers of the optimizer other than learning rates changed"
@@ -105,3 +108,8 @@ def _members(parts: Parts) -> list[int]:
         for own in (m._modules, m._parameters, m._buffers)
         for member in own.values()
     ]
+
+
+def _state_members(parts: Parts) -> list[int]:
+    """Returns the identities of all tensors in the optimizers' state."""
+    return [id(v) for o in parts.optimizers for entry in o.state.values() for v in entry.values()]

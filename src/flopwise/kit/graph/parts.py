@@ -137,6 +137,8 @@ def _walk(thing: Any, found: Parts, seen: set[int], depth: int) -> None:
             if isinstance(value, (*_PLAIN, *_SIZED)):
                 found.plain.append((name, get))
             _visit(value, name, found, seen, depth)
+        for value in (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()):
+            _visit(value, "", found, seen, depth)
     elif callable(thing):
         _visit(thing, "", found, seen, depth)
         call = vars(type(thing)).get("__call__")
