@@ -60,6 +60,13 @@ class Settings:
     most_breaks: int = MOST_BREAKS
     most_recompiles: int = MOST_RECOMPILES
 
+    def has_graphs(self) -> bool:
+        """Whether torch captures CUDA graphs of compiled code, which it does for each thread anew."""
+        options = self.options or {}
+        return self.mode in ("reduce-overhead", "max-autotune") or bool(
+            options.get("triton.cudagraphs")
+        )
+
 
 def compile_in_place(model: nn.Module, **settings: Any) -> Compiled:
     """Compiles a model without wrapping it; returns the handle that reports on it and takes it back.
@@ -71,7 +78,8 @@ def compile_in_place(model: nn.Module, **settings: Any) -> Compiled:
     than `most_breaks` graphs, is slower than eager, or would be paid back after `steps_left` only; and later if it has
     been compiled anew more than `most_recompiles` times. A container of torch's own layers, of which
     `module.compile()` silently compiles nothing, is compiled all the same. Inside DistributedDataParallel compile
-    `ddp.module`.
+    `ddp.module`. There is no deadline with `mode="reduce-overhead"` or "max-autotune", whose CUDA graphs belong to one
+    thread, nor under a mode of torch (`torch.device` as a context, say), which other threads do not see.
 
     Args:
         model: the module.
@@ -174,7 +182,8 @@ class Compiled:
         """Compiles for the first call of a kind, on its own arguments, and decides whether that is kept."""
         self._warm.add(kind)
         before = tally()
-        threads = self._within if modes_problem() is None else None
+        alone = modes_problem() is not None or self._settings.has_graphs()
+        threads = None if alone else self._within
         self._busy = True
         try:
             with warnings.catch_warnings(), kept(self._model, weights=False) as state:
