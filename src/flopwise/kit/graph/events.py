@@ -66,14 +66,14 @@ class Mark:
         return [GraphBreak(reason, where, times) for (reason, where), times in found.items()]
 
     def recompiles(self) -> list[Recompile]:
-        """Returns the recompiles since by guard: numbers in it do not tell guards apart. At most what torch keeps (64)."""
+        """Returns the recompiles since by guard; the values compared with do not tell guards apart. At most what torch keeps (64)."""
         found: dict[tuple[str, str], tuple[str, str, int, float]] = {}
         for metrics in _metrics():
             reason = getattr(metrics, "recompile_reason", None)
             if id(metrics) in self._seen or not reason:
                 continue
             guard, where = guard_of(str(reason))
-            key = (re.sub(r"\d+", "N", guard), where)
+            key = (re.sub(r"== (['\"]).*\1", "== S", re.sub(r"\d+", "N", guard)), where)
             _, _, times, seconds = found.get(key, (guard, where, 0, 0.0))
             spent_s = float(getattr(metrics, "duration_us", None) or 0) / 1e6
             found[key] = (guard, where, times + 1, seconds + spent_s)

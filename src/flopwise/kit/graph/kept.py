@@ -77,8 +77,10 @@ class Kept:
 
 @contextmanager
 def kept(module: nn.Module, weights: bool = True) -> Iterator[Kept]:
-    """Leaves a module as it was found, whatever happens in the block."""
+    """Leaves a module as it was found, whatever happens in the block; in it, gradients start as None."""
     state = Kept(module, weights)
+    for parameter in module.parameters():
+        parameter.grad = None
     try:
         yield state
     finally:

@@ -19,7 +19,7 @@ _SIZED = (list, dict, set)
 #: How many functions deep the step's own code is followed.
 _DEEPEST = 4
 #: What torch itself counts in Python on every optimizer's step. Source: torch/optim/lr_scheduler.py and optimizer.py.
-_TORCH_COUNTS = {"_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"}
+_TORCH_COUNTS = {"_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured", "state"}
 
 
 @dataclass

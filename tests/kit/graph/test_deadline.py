@@ -1,0 +1,71 @@
+"""Work in another thread, under a deadline, with the caller's modes."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from flopwise.kit.graph.deadline import Overdue, Within, modes_problem
+
+
+def test_results_and_errors_come_back() -> None:
+    within = Within(5.0)
+    assert within.run(lambda: 3) == 3
+    assert within.left_s < 5.0
+
+    def fails() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError, match="x"):
+        within.run(fails)
+
+
+def test_the_callers_modes_hold_in_the_thread() -> None:
+    def look() -> tuple[object, ...]:
+        return (
+            threading.current_thread() is threading.main_thread(),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.get_num_threads(),
+        )
+
+    before = torch.get_num_threads()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert Within(5.0).run(look) == (False, False, True, torch.bfloat16, before)
+    assert Within(5.0).run(look)[1:3] == (True, False)
+
+
+def test_an_endless_loop_is_left_and_stopped() -> None:
+    ended = threading.Event()
+
+    def endless() -> None:
+        try:
+            while True:
+                time.sleep(0.001)
+        finally:
+            ended.set()
+
+    started = time.monotonic()
+    with pytest.raises(Overdue, match="abandoned after 0 s"):
+        Within(0.2).run(endless)
+    assert time.monotonic() - started < 2.0
+    assert ended.wait(5.0)
+
+
+def test_no_time_left() -> None:
+    with pytest.raises(Overdue, match="no time left"):
+        Within(0.0).run(lambda: 1)
+
+
+def test_modes_that_other_threads_do_not_see() -> None:
+    assert modes_problem() is None
+    with torch.device("cpu"):
+        assert modes_problem() == "a mode of torch is active in this thread"
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert modes_problem() == "hooks on saved tensors are active in this thread"
+    with torch.inference_mode():
+        assert modes_problem() == "inference mode is on in this thread"
