@@ -62,7 +62,7 @@ class Job:
         ]
         if self.tiny:
             count, size = 2, 32
-        classes = 10 if self.name == "resnet18" else 1000
+        classes = 10 if self.name == "resnet18" or self.tiny else 1000
         x = torch.randn(count, 3, size, size, device=self.device)
         return x, torch.randint(0, classes, (count,), device=self.device)
 
@@ -129,7 +129,12 @@ def _vision(name: str, tiny: bool) -> tuple[nn.Module, str]:
         return (models.resnet18() if tiny else models.resnet50()), "torchvision"
     if name == "efficientnet_b4":
         return (nets.efficientnet(0.2, 0.2) if tiny else nets.efficientnet()), "own"
-    return nets.resnet50(10 if name == "resnet18" else 1000), "own"
+    whole = nets.resnet50(10 if name == "resnet18" else 1000)
+    if tiny:  # its first stage
+        return nn.Sequential(
+            *whole[:6], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)
+        ), "own"
+    return whole, "own"
 
 
 def _text(name: str, tiny: bool) -> tuple[nn.Module, str]:
@@ -183,8 +188,11 @@ def block(run: Callable[[], object], device: torch.device, steps: int) -> float:
     return (time.perf_counter() - started) / steps
 
 
-def memory(run: Callable[[], object], device: torch.device) -> dict[str, float]:
-    """Returns the peaks of two steps in GB: allocated, and reserved by the allocator."""
+def memory(run: Callable[[], object], device: torch.device, held_gb: float) -> dict[str, float]:
+    """Returns the peaks of two steps in GB: allocated, and reserved without what the graphs of other arms hold.
+
+    What a graph needs is allocated when it is captured, and is among the reserved memory only.
+    """
     if device.type != "cuda":
         run()
         return {}
@@ -196,7 +204,7 @@ def memory(run: Callable[[], object], device: torch.device) -> dict[str, float]:
     settle(device)
     return {
         "allocated_gb": torch.cuda.max_memory_allocated(device) / 1e9,
-        "reserved_gb": torch.cuda.max_memory_reserved(device) / 1e9,
+        "reserved_gb": torch.cuda.max_memory_reserved(device) / 1e9 - held_gb,
     }
 
 
@@ -206,7 +214,7 @@ class Arm:
     def __init__(
         self, job: Job, fused: bool, channels_last: bool, compiled: str | None, captured: bool
     ) -> None:
-        self.job, self.channels_last = job, channels_last
+        self.job = job
         self.handle: Any = None
         self._slots: dict[nn.Module, Any] = {}
         self.optimizer = job.optimizer(**({"fused": True} if fused else {}))
@@ -214,13 +222,12 @@ class Arm:
         self._step: Any = job.step(self.optimizer)
         self.first_s = 0.0
         if compiled is not None:
-            with self.switched():
-                make = compile_in_place if compiled == "in place" else compile_regions
-                self.handle = make(job.model, measure=False, deadline_s=240.0, evaluation=False)
-                self._warm()
-                self._slots = {m: vars(m).get("_compiled_call_impl") for m in job.model.modules()}
-                for m in job.model.modules():
-                    vars(m)["_compiled_call_impl"] = None
+            make = compile_in_place if compiled == "in place" else compile_regions
+            self.handle = make(job.model, measure=False, deadline_s=240.0, evaluation=False)
+            self._warm()
+            self._slots = {m: vars(m).get("_compiled_call_impl") for m in job.model.modules()}
+            for m in job.model.modules():
+                vars(m)["_compiled_call_impl"] = None
         self.captured = CapturedStep(self._step, job.model, self.optimizer) if captured else None
         if self.captured is not None:
             self._step = self.captured
@@ -233,8 +240,7 @@ class Arm:
 
     @contextlib.contextmanager
     def switched(self) -> Iterator[None]:
-        """Puts layout and compiled calls of this arm in place for a block."""
-        set_channels_last(self.job.model, self.channels_last)
+        """Puts the compiled calls of this arm in place for a block."""
         for module, call in self._slots.items():
             vars(module)["_compiled_call_impl"] = call
         try:
@@ -287,6 +293,10 @@ def arms_of(images: bool) -> dict[str, tuple[bool, bool, str | None, bool]]:
 def parts(job: Job, until: float, say: Callable[[str], None]) -> dict[str, Any]:
     """Returns step time and memory of every arm that the time allowed, measured in turns."""
     device = job.device
+    last = copy.copy(job)  # a model of its own: graphs need weights that stay where they are
+    if job.images:
+        last.model = copy.deepcopy(job.model)
+        set_channels_last(last.model, True)
     arms: dict[str, Arm] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name, how in arms_of(job.images).items():
@@ -297,11 +307,12 @@ def parts(job: Job, until: float, say: Callable[[str], None]) -> dict[str, Any]:
             for other in arms.values():
                 if other.captured is None:
                     other.optimizer.state.clear()
-            arm = Arm(job, *how)
+            held_gb = sum(rows[n].get("graph_gb", 0.0) for n in arms)
+            arm = Arm(last if how[1] else job, *how)
             with arm.switched():
                 for _ in range(16 if arm.captured is not None else 3):
                     arm.run()
-                rows[name] = memory(arm.run, device) | arm.facts()
+                rows[name] = memory(arm.run, device, held_gb) | arm.facts()
             arms[name] = arm
         except Exception as error:
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
@@ -330,9 +341,6 @@ def parts(job: Job, until: float, say: Callable[[str], None]) -> dict[str, Any]:
             row["break_even_steps"] = break_even_steps(
                 row.get("compile_s", 0.0) + row.get("capture_s", 0.0), base, row["step_ms"] / 1e3
             )
-    for arm in arms.values():
-        if arm.captured is not None:
-            arm.captured.close()
     return {"source": job.source, "batch": [list(t.shape) for t in job.batch], "arms": rows}
 
 

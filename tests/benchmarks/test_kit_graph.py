@@ -1,0 +1,72 @@
+"""The benchmark of the graph part of the kit, small and on a CPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+
+@pytest.fixture
+def run(benchmark_module, tmp_path, monkeypatch):
+    module = benchmark_module("kit_graph")
+
+    def start(*words: str) -> dict:
+        out = tmp_path / "more" / "out.json"
+        monkeypatch.setattr(
+            sys, "argv", ["kit_graph.py", "--tiny", "--device", "cpu", "--out", str(out), *words]
+        )
+        module.main()
+        return json.loads(out.read_text("utf-8"))
+
+    start.module = module
+    return start
+
+
+def test_sections_give_their_figures(run):
+    found = run("--only", "captured_equal", "fold", "optimizer_forms", "--model", "gpt2")[
+        "sections"
+    ]
+    equal = found["captured_equal"]["AdamW"]
+    assert equal["losses_equal"]
+    assert equal["state_equal"]
+    assert equal["generators_equal"]
+    assert equal["reason"] == "devices of type cpu have no graphs"
+    folded = found["fold"]["float32 contiguous"]
+    assert folded["folded"]["conv+bn"] == 11
+    assert folded["nodes_before"] - folded["nodes_after"] == 11
+    assert folded["error_after"] < 1e-5
+    assert set(found["optimizer_forms"]["gpt2"]["times_s"]) == {"fused", "foreach", "for-loop"}
+
+
+def test_arms_are_measured_in_turns(run, monkeypatch):
+    chosen = {
+        "eager": (False, False, None, False),
+        "fused": (True, False, None, False),
+        "captured": (True, False, None, True),
+    }
+    monkeypatch.setattr(run.module, "arms_of", lambda images: chosen)
+    arms = run("--only", "parts", "--model", "gpt2")["sections"]["parts gpt2"]["arms"]
+    assert list(arms) == list(chosen)
+    assert all(row["step_ms"] > 0 and row["rounds"] == 2 for row in arms.values())
+    assert arms["captured"]["captured_reason"] == "devices of type cpu have no graphs"
+
+
+def test_every_arm_of_a_convolutional_model_has_its_layout(run):
+    names = run.module.arms_of(images=True)
+    assert names["in place together"] == (True, True, "in place", False)
+    assert run.module.arms_of(images=False)["in place together"] == (True, False, "in place", False)
+    assert "channels_last" not in run.module.arms_of(images=False)
+
+
+def test_a_section_that_fails_and_one_without_time_are_in_the_result(run, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(run.module, "captured_equal", fails)
+    found = run("--only", "captured_equal", "fold")["sections"]
+    assert "no such device" in found["captured_equal"]["error"]
+    assert "float32 contiguous" in found["fold"]
+    left = run("--only", "fold", "--budget-s", "0")["sections"]
+    assert left == {"fold": {"left_out": "no time left"}}
