@@ -580,3 +580,63 @@ def test_no_graph_without_warm_up_and_verification(graphs: Any, wrong: dict[str,
     net, optimizer, step = training(torch.optim.SGD, lr=0.125)
     with pytest.raises(ValueError, match="2 eager steps at least, and verified once"):
         CapturedStep(step, net, optimizer, surface=graphs, **wrong)
+
+
+def test_out_of_memory_between_unscaling_and_the_step_leaves_the_scaler_usable(graphs: Any) -> None:
+    def trained(captured: bool) -> nn.Module:
+        torch.manual_seed(3)
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.125, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        calls = torch.zeros(())
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            calls.add_(1)
+            if any(
+                m is not None
+                for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+            ):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        run(CapturedStep(step, net, optimizer, surface=graphs) if captured else step, batches(20))
+        assert calls.item() == 20
+        return net
+
+    with pytest.warns(GraphWarning, match="OutOfMemoryError"):
+        mine = trained(True)
+    assert_same(mine, trained(False))
+
+
+def test_parameters_on_several_devices_are_told() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
+    with pytest.warns(GraphWarning, match="parameters are on several devices"):
+        CapturedStep(lambda: None, net, optimizer)
+
+
+def test_resident_data_is_not_kept_but_averages_are(graphs: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("flopwise.kit.graph.saved.LARGE_BYTES", 64)
+    net, optimizer, inner = training(torch.optim.SGD, lr=0.125, fused=True)
+    data, average = torch.randn(64, 6), torch.zeros(16, 6)
+
+    def step(index: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = inner(data[index], y)
+        with torch.no_grad():
+            average.lerp_(net.first.weight, 0.5)
+        return loss
+
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    for _, y in batches(12):
+        captured(torch.arange(8), y)
+    tensors = [id(t) for t in captured._parts.tensors]
+    assert id(average) in tensors
+    assert id(data) not in tensors
+    assert captured.report().graphs == 1
+    assert average.abs().sum() > 0

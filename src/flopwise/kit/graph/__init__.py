@@ -7,7 +7,7 @@ step = CapturedStep(train_step, model, optimizer)       # captured once it is sh
 """
 
 from flopwise.kit.graph.buckets import Buckets, suggest_buckets
-from flopwise.kit.graph.captured import CapturedStep, StepReport
+from flopwise.kit.graph.captured import CapturedStep
 from flopwise.kit.graph.compilation import Compiled, compile_in_place, compile_regions
 from flopwise.kit.graph.compile_report import CompileReport
 from flopwise.kit.graph.compiler import break_even_steps
@@ -16,6 +16,7 @@ from flopwise.kit.graph.fusion import FusedKernel, FusionReport, fusion_report
 from flopwise.kit.graph.layout import Layout, fastest_layout, to_channels_last, to_contiguous
 from flopwise.kit.graph.optimizer_forms import OptimizerForm, fastest_optimizer_form
 from flopwise.kit.graph.regions import silent_compiles
+from flopwise.kit.graph.shapes import StepReport
 
 __all__ = [
     "Buckets",

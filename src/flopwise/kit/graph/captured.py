@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,13 +12,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from flopwise.errors import GraphWarning
-from flopwise.kit.graph.buckets import Buckets, suggest_buckets
-from flopwise.kit.graph.forms import Form
+from flopwise.kit.graph.buckets import Buckets
+from flopwise.kit.graph.forms import Form, applied
 from flopwise.kit.graph.guards import Guards, conditions, static_problem
 from flopwise.kit.graph.parts import Parts, Watch, parts_of
-from flopwise.kit.graph.saved import Saved, distance, state_bytes, state_tensors
+from flopwise.kit.graph.saved import Constants, Saved, distance, state_bytes, state_tensors
+from flopwise.kit.graph.shapes import Shape, StepReport, advice
 from flopwise.kit.graph.signature import Unseen, fill, plain_values, signature, sizes, static_copy
-from flopwise.kit.graph.surface import CudaSurface, Graph, NoSurface, Surface
+from flopwise.kit.graph.surface import CudaSurface, NoSurface, Surface
 from flopwise.kit.nested import map_tensors, tensors_in
 
 #: A replay may differ from eager by so many times what two eager runs of one step differ by.
@@ -35,43 +35,6 @@ MOST_RECAPTURES = 4
 MOST_SHAPES = 4096
 
 Step = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What became of the steps so far."""
-
-    graphs: int  # captured and trusted
-    replays: int  # steps that were replayed from a trusted graph
-    eager: int  # steps that ran eagerly, those that only checked a graph among them
-    captures: int
-    capture_s: float  # seconds spent on capturing
-    graph_bytes: int  # memory that the allocator holds for graphs beyond what it held before
-    noise: (
-        float | None
-    )  # how far the weights of two eager runs of a step were apart; None: not needed
-    shapes: dict[tuple[tuple[int, ...], ...], int]  # how often each combination of shapes came
-    reason: str | None  # why steps run eagerly; None while they are captured
-
-    def __str__(self) -> str:
-        state = f"eager: {self.reason}" if self.reason else f"{self.graphs} graphs"
-        return f"{state}; {self.replays} steps replayed, {self.eager} eager, {self.captures} captures in {self.capture_s:.1f} s, {len(self.shapes)} shapes"
-
-
-@dataclass
-class _Shape:
-    """One combination of shapes, and its graph when there is one."""
-
-    sizes: tuple[tuple[int, ...], ...]
-    read: dict[str, Any]  # plain values that the step's code reads
-    seen: int = 0
-    looked: bool = False
-    graph: Graph | None = None
-    inputs: Any = None
-    output: Any = None
-    grads: list[torch.Tensor | None] = field(default_factory=list)
-    guards: Guards | None = None
-    left: int = 0  # verifications to come
 
 
 class CapturedStep:
@@ -136,8 +99,8 @@ class CapturedStep:
         self._buckets, self._warm_up, self._verify_steps = buckets, warm_up, verify
         self._recheck, self._most_graphs, self._patience = recheck_every, most_graphs, patience
         self._surface: Surface = surface or _surface(self._parts)
-        self._shapes: dict[Hashable, _Shape] = {}
-        self._last: _Shape | None = None
+        self._shapes: dict[Hashable, Shape] = {}
+        self._last: Shape | None = None
         self._form_proven = False
         self._noise: dict[str, float] | None = None
         self._noise_runs = 0  # still to be made
@@ -145,7 +108,7 @@ class CapturedStep:
         self._capture_s, self._graph_bytes = 0.0, 0
         self._full_said = False
         self._reason = self._surface.problem() or static_problem(self._parts)
-        if self._reason is not None and self._surface.device.type != "cpu":
+        if self._reason is not None and not getattr(self._surface, "expected", False):
             self._say(self._reason)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,6 +128,9 @@ class CapturedStep:
             stale = shape.guards.broken(self._parts, self._forms)
             if stale is not None:
                 self._drop(shape, stale)
+                if self._reason is not None:
+                    self._eager_runs += 1
+                    return _detached(self._step(*given[0], **given[1]))
             elif shape.left == 0:
                 return self._replay(shape, args, kwargs)
         return self._learn(shape, args, kwargs)
@@ -203,7 +169,7 @@ class CapturedStep:
             self._give_up(f"the batch holds {unseen}")
             return None
 
-    def _shape(self, tree: Any) -> _Shape | None:
+    def _shape(self, tree: Any) -> Shape | None:
         key = self._key(tree)
         if key is None:
             return None
@@ -211,49 +177,24 @@ class CapturedStep:
         if shape is None:
             if len(self._shapes) >= MOST_SHAPES:
                 self._shapes = {k: s for k, s in self._shapes.items() if s.graph is not None}
-            shape = self._shapes[key] = _Shape(sizes(tree), self._parts.read())
+            shape = self._shapes[key] = Shape(sizes(tree), self._parts.read())
         shape.seen += 1
         if self._calls >= self._patience and self._captures == 0 and shape.seen <= self._warm_up:
             self._give_up(
-                f"no shapes came back often enough in {self._calls} steps{self._advice()}"
+                f"no shapes came back often enough in {self._calls} steps{advice(self._shapes.values())}"
             )
             return None
         return shape
-
-    def _advice(self) -> str:
-        """Returns the buckets that would make the shapes few, in words."""
-        by_place: dict[tuple[int, int], dict[int, int]] = {}
-        for shape in self._shapes.values():
-            for i, size in enumerate(shape.sizes):
-                for dim, n in enumerate(size):
-                    counts = by_place.setdefault((i, dim), {})
-                    counts[n] = counts.get(n, 0) + shape.seen
-        varying = {d: c for (_, d), c in by_place.items() if len(c) > 1 and min(c) > 0}
-        if not varying:
-            reads = [s.read for s in self._shapes.values()]
-            names = (
-                [n for n in reads[0] if len({repr(r.get(n)) for r in reads}) > 1] if reads else []
-            )
-            if names:
-                return f"; the step reads {', '.join(names[:3])}, which changes from step to step: pass it as a tensor"
-            if len(self._shapes) > 1:
-                return (
-                    "; a number among the arguments changes from step to step: pass it as a tensor"
-                )
-            return ""
-        dim, counts = max(varying.items(), key=lambda item: len(item[1]))
-        chosen = suggest_buckets(counts, multiple=8)
-        return f"; {len(counts)} sizes of dimension {dim} were seen, and buckets={tuple(chosen)} would pad them with at most a tenth of padding"
 
     # The ways to run a step.
 
     def _run(self, args: Any, kwargs: Any, own: bool = False) -> Any:
         """Runs a step eagerly, on the stream of captures and in the capturable form once there is one."""
         self._eager_runs += 1
-        with self._surface.aside(), _all([] if own else self._forms):
+        with self._surface.aside(), applied([] if own else self._forms):
             return _detached(self._step(*args, **kwargs))
 
-    def _launch(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
+    def _launch(self, shape: Shape, args: Any, kwargs: Any) -> Any:
         """Fills the buffers, replays, and lets gradients be those of this graph; returns copies of the outputs."""
         assert shape.graph is not None
         assert shape.guards is not None
@@ -264,19 +205,19 @@ class CapturedStep:
             shape.guards.bring_grads(self._parts)
         shape.graph.replay()
         if self._last is not shape or shape.guards.grads_moved(self._parts, shape.grads):
-            for parameter, grad in zip(self._parts.parameters(), shape.grads, strict=True):
+            for parameter, grad in zip(self._parts.parameter_list, shape.grads, strict=True):
                 parameter.grad = grad
             self._last = shape
         return map_tensors(shape.output, lambda t: t.clone())
 
-    def _replay(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
+    def _replay(self, shape: Shape, args: Any, kwargs: Any) -> Any:
         self._replays += 1
         if self._recheck and self._replays % self._recheck == 0:
             shape.left = 1
             return self._verify(shape, args, kwargs)
         return self._launch(shape, args, kwargs)
 
-    def _learn(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
+    def _learn(self, shape: Shape, args: Any, kwargs: Any) -> Any:
         """Runs a step whose shape has no trusted graph, and comes one step nearer to one."""
         if (
             shape.graph is None
@@ -285,7 +226,7 @@ class CapturedStep:
             if not self._full_said:
                 self._full_said = True
                 self._say(
-                    f"more than {self._most_graphs} shapes{self._advice()}; those without a graph run eagerly"
+                    f"more than {self._most_graphs} shapes{advice(self._shapes.values())}; those without a graph run eagerly"
                 )
             return self._run(args, kwargs)
         if shape.seen < self._warm_up:
@@ -304,9 +245,10 @@ class CapturedStep:
 
     def _look(self, args: Any, kwargs: Any) -> Any:
         """Runs a step eagerly and gives up if it does in Python, or on the host, what no replay would do."""
-        watch = Watch(self._parts, self._surface.device)
+        watch, constants = Watch(self._parts, self._surface.device), Constants(self._parts)
         result, syncs = self._surface.syncs(lambda: self._run(args, kwargs))
         changes = watch.changes()
+        constants.leave_out()
         problem = next((p for p in (f.problem() for f in self._forms) if p), None)
         if changes:
             self._give_up(
@@ -366,21 +308,19 @@ class CapturedStep:
         name = max(apart, key=lambda n: apart[n] / max(noise.get(n, 0.0), 1e-30))
         return f"{name} are {apart[name]:.2g} away, where two eager runs are {noise.get(name, 0.0):.2g} apart"
 
-    def _capture(self, shape: _Shape, args: Any, kwargs: Any) -> bool:
+    def _capture(self, shape: Shape, args: Any, kwargs: Any) -> bool:
         """Captures the step for one shape; False if that failed, and all is as before."""
-        saved = self._saved()
-        if saved is None:
-            return False
+        saved = Saved(self._parts, self._surface.device, values=False)  # nothing is executed there
         started, held = time.perf_counter(), self._surface.reserved_bytes()
         inputs = static_copy((args, kwargs), self._surface.device)
         before = state_tensors(self._parts)
-        entry = [p.grad for p in self._parts.parameters()]
+        entry = [p.grad for p in self._parts.parameter_list]
 
         def run() -> Any:
             return self._step(*inputs[0], **inputs[1])
 
         try:
-            with _all(self._forms):
+            with applied(self._forms):
                 graph, output = self._surface.capture(run, self._parts.generators)
         except Exception as error:
             saved.rewind()
@@ -389,7 +329,7 @@ class CapturedStep:
             )
             return False
         shape.graph, shape.inputs, shape.output = graph, inputs, _detached(output)
-        shape.grads = [p.grad for p in self._parts.parameters()]
+        shape.grads = [p.grad for p in self._parts.parameter_list]
         shape.guards = Guards(self._parts, self._forms, entry, shape.grads)
         shape.left = self._verify_steps
         replaced = {id(t) for _, t in state_tensors(self._parts)} != {id(t) for _, t in before}
@@ -402,7 +342,7 @@ class CapturedStep:
             return False
         return True
 
-    def _verify(self, shape: _Shape, args: Any, kwargs: Any) -> Any:
+    def _verify(self, shape: Shape, args: Any, kwargs: Any) -> Any:
         """Replays a step and runs it eagerly from the same start; the eager result stands."""
         saved = self._saved()
         if saved is None:
@@ -444,17 +384,9 @@ class CapturedStep:
             self._give_up(f"the state cannot be kept for the comparison ({_first_line(error)})")
             return None
 
-    def _drop(self, shape: _Shape, why: str) -> None:
+    def _drop(self, shape: Shape, why: str) -> None:
         """Forgets the graph of a shape that no longer fits; it will be captured anew."""
-        if shape.graph is not None:
-            shape.graph.reset()
-        shape.graph, shape.guards, shape.output, shape.inputs, shape.grads = (
-            None,
-            None,
-            None,
-            None,
-            [],
-        )
+        shape.forget()
         self._last = None
         self._recaptures += 1
         if self._recaptures > MOST_RECAPTURES:
@@ -462,15 +394,7 @@ class CapturedStep:
 
     def _release(self) -> None:
         for shape in self._shapes.values():
-            if shape.graph is not None:
-                shape.graph.reset()
-            shape.graph, shape.guards, shape.output, shape.inputs, shape.grads = (
-                None,
-                None,
-                None,
-                None,
-                [],
-            )
+            shape.forget()
         self._last = None
         for form in self._forms:
             if form.prepared:
@@ -493,32 +417,13 @@ class CapturedStep:
 def _surface(parts: Parts) -> Surface:
     """Returns what can capture the steps of these parts."""
     devices = {p.device for p in parts.parameters()}
-    if len(devices) == 1:
-        device = devices.pop()
-        if device.type == "cuda":
-            return CudaSurface(device)
-        return NoSurface(device, f"devices of type {device.type} have no graphs")  # type: ignore[return-value]
-    if not devices:
-        return NoSurface(torch.device("cpu"), "there are no parameters")  # type: ignore[return-value]
-    return NoSurface(torch.device("cpu"), "parameters are on several devices")  # type: ignore[return-value]
-
-
-class _all:
-    """Applies the forms of all optimizers for a block."""
-
-    def __init__(self, forms: list[Form]) -> None:
-        self._forms = forms
-        self._open: list[Any] = []
-
-    def __enter__(self) -> None:
-        for form in self._forms:
-            context = form.applied()
-            context.__enter__()
-            self._open.append(context)
-
-    def __exit__(self, *error: Any) -> None:
-        while self._open:
-            self._open.pop().__exit__(*error)
+    device = next(iter(devices), torch.device("cpu"))
+    if len(devices) == 1 and device.type == "cuda":
+        return CudaSurface(device)
+    if len(devices) > 1:
+        return NoSurface(device, "parameters are on several devices")
+    expected = device.type == "cpu"
+    return NoSurface(device, f"devices of type {device.type} have no graphs", expected)
 
 
 def _detached(tree: Any) -> Any:

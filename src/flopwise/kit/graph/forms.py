@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -166,6 +166,15 @@ class Form:
         self._rates.clear()
         self._last.clear()
         self.prepared = False
+
+
+@contextmanager
+def applied(forms: Iterable[Form]) -> Iterator[None]:
+    """Runs a block with all optimizers in their capturable form."""
+    with ExitStack() as stack:
+        for form in forms:
+            stack.enter_context(form.applied())
+        yield
 
 
 def _put_back(own: dict[str, Any], values: dict[str, Any]) -> None:

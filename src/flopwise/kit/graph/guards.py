@@ -66,9 +66,9 @@ class Guards:
         self._states = [o.state for o in parts.optimizers]
         self._state_members = _state_members(parts)
         self._constants = [f.constants for f in forms]
-        self._entry = entry
         #: Whether the step adds to gradients that were there before it.
         self.accumulates = any(a is not None and a is b for a, b in zip(entry, grads, strict=True))
+        self._entry = entry if self.accumulates else []
 
     def broken(self, parts: Parts, forms: list[Form]) -> str | None:
         """Returns what no longer holds, or None."""

@@ -12,6 +12,8 @@ import torch
 from flopwise.kit.graph.parts import Parts
 
 _PLAIN = (bool, int, float, str, type(None))
+#: Tensors of at least this size are looked at before they are taken for state.
+LARGE_BYTES = 16 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -75,22 +77,42 @@ class RngState:
 class Saved:
     """The state of training at a moment.
 
+    Args:
+        where: the device to keep it on; None for that of the training.
+        values: without, only what Python and the host's own operations may change is kept, for captures, which
+            execute nothing on the device.
+
     After a run from that moment, `swap` puts the state back and keeps what the run made of it instead; after a second
     run, `apart` says how far the two ended from each other. So two runs are compared with one copy of the state.
     """
 
     def __init__(
-        self, parts: Parts, device: torch.device, where: torch.device | None = None
+        self,
+        parts: Parts,
+        device: torch.device,
+        where: torch.device | None = None,
+        values: bool = True,
     ) -> None:
         self._parts, self._device = parts, device
         place = where or device
-        self._tensors = [
-            (n, t, t.detach().to(place, copy=True) if t.device != place else t.detach().clone())
-            for n, t in state_tensors(parts)
-        ]
+
+        def copy(tensor: torch.Tensor) -> torch.Tensor:
+            plain = tensor.detach()
+            return plain.clone() if tensor.device == place else plain.to(place, copy=True)
+
+        def kept(tensor: torch.Tensor | None) -> bool:
+            return tensor is not None and (values or tensor.device.type == "cpu")
+
+        self._tensors = [(n, t, copy(t)) for n, t in state_tensors(parts) if kept(t)]
         self._grads: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = [
-            (p, p.grad, p.grad.detach().clone() if p.grad is not None else None)
+            (p, p.grad, copy(p.grad) if p.grad is not None and kept(p.grad) else None)
             for p in parts.parameters()
+        ]
+        self._dicts = [
+            (s, n, {k: _copied(e) for k, e in v.items()})
+            for s in parts.scalers
+            for n, v in vars(s).items()
+            if isinstance(v, dict)
         ]
         self._states = [{p: _copied(e) for p, e in o.state.items()} for o in parts.optimizers]
         self._attributes = [(o, _plain(vars(o))) for o in _owners(parts)]
@@ -146,10 +168,36 @@ class Saved:
                 optimizer.state[parameter] = _copied(entry)
         for owner, plain in self._attributes:
             vars(owner).update(plain)
+        for owner, name, entries in self._dicts:
+            own = vars(owner)[name]
+            own.clear()
+            own.update({k: _copied(e) for k, e in entries.items()})
         for optimizer, groups in zip(self._parts.optimizers, self._groups, strict=True):
             for group, plain in zip(optimizer.param_groups, groups, strict=False):
                 group.update(plain)
         self._rng.rewind()
+
+
+class Constants:
+    """Large tensors that a step reads and does not change: they are no state, and need not be kept.
+
+    Data that is resident on the device is found among the names of a step, as moving averages are.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        large = [t for t in parts.tensors if t.numel() * t.element_size() >= LARGE_BYTES]
+        self._sums = [(t, t._version, _checksum(t)) for t in large]
+
+    def leave_out(self) -> None:
+        """Takes those that have not changed since out of the parts."""
+        same = {id(t) for t, n, s in self._sums if t._version == n and torch.equal(_checksum(t), s)}
+        self._parts.tensors = [t for t in self._parts.tensors if id(t) not in same]
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of a tensor's bits."""
+    return _bits(tensor.detach()).sum(dtype=torch.int64)
 
 
 class _After:

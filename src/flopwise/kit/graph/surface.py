@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -53,13 +53,45 @@ class Surface(Protocol):
 
 
 class NoSurface:
-    """A device without graphs."""
+    """A device without graphs; all but `problem` is never asked for.
 
-    def __init__(self, device: torch.device, reason: str) -> None:
-        self.device, self._reason = device, reason
+    Args:
+        expected: that there are none needs no message.
+    """
+
+    def __init__(self, device: torch.device, reason: str, expected: bool = False) -> None:
+        self.device, self.expected = device, expected
+        self._reason = reason
 
     def problem(self) -> str | None:
+        """Returns why nothing can be captured."""
         return self._reason
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Does nothing to a block."""
+        return nullcontext()
+
+    def capture(
+        self, run: Callable[[], T], generators: Sequence[torch.Generator]
+    ) -> tuple[Graph, T]:
+        """Refuses.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(self._reason)
+
+    def syncs(self, run: Callable[[], T]) -> tuple[T, list[str]]:
+        """Returns what `run` returns; nothing waits."""
+        return run(), []
+
+    def free_bytes(self) -> int:
+        """Returns 0."""
+        return 0
+
+    def reserved_bytes(self) -> int:
+        """Returns 0."""
+        return 0
 
 
 class _CudaGraph:
@@ -182,18 +214,19 @@ class CudaSurface:
 
     def syncs(self, run: Callable[[], T]) -> tuple[T, list[str]]:
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                torch.cuda.set_sync_debug_mode("warn")
                 result = run()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
         found = []
         for w in caught:
-            if "synchronizing CUDA operation" in str(w.message):
+            text = str(w.message)
+            if "synchronizing CUDA operation" in text:
                 found.append(f"{w.filename}:{w.lineno}")
-            else:
+            elif "Synchronization debug mode is a prototype" not in text:
                 warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
         return result, list(dict.fromkeys(found))
 
