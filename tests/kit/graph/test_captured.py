@@ -640,3 +640,37 @@ def test_resident_data_is_not_kept_but_averages_are(graphs: Any, monkeypatch: An
     assert id(data) not in tensors
     assert captured.report().graphs == 1
     assert average.abs().sum() > 0
+
+
+def test_no_memory_for_the_comparison_leaves_the_run_as_it_was(graphs: Any) -> None:
+    """The first of two runs fails for lack of memory, which the step alone would have had."""
+
+    def trained(captured: bool) -> nn.Module:
+        net, optimizer, inner = training(torch.optim.SGD, lr=0.125, fused=True)
+        handle: list[Any] = []
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(net(x), y)
+            if handle and handle[0]._captures and handle[0].report().reason is None:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return inner(x, y) + 0 * loss.detach()
+
+        if captured:
+            handle.append(CapturedStep(step, net, optimizer, surface=graphs))
+        run(handle[0] if captured else step, batches(20))
+        return net
+
+    with pytest.warns(GraphWarning, match="no memory to check a graph beside the step itself"):
+        mine = trained(True)
+    assert_same(mine, trained(False))
+
+
+def test_a_replay_that_fails_leaves_the_eager_result(graphs: Any) -> None:
+    def broken(k: int, func: Any) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    graphs.broken = broken
+    options = {"lr": 0.125, "momentum": 0.9, "fused": True}
+    fallback(
+        graphs, torch.optim.SGD, options, batches(20), "a replay fails (RuntimeError: CUDA error"
+    )

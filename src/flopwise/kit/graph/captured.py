@@ -29,6 +29,8 @@ NOISE_RUNS = 2
 #: The capturable form of an optimizer may differ from its own by this much, as a share of a tensor's length: its
 #: numbers are rounded to float32 where Python's have 53 bits.
 FORM_TOLERANCE = 1e-4
+#: Results of a step that is not deterministic may differ by this much in any case: some last digits of a float32.
+RESULTS_ROUNDOFF = 1e-6
 #: So often may something that a graph depends on change before capturing is given up.
 MOST_RECAPTURES = 4
 #: More shapes than this are not remembered.
@@ -267,39 +269,67 @@ class CapturedStep:
             self._give_up(f"the step makes the host wait for the device, at {', '.join(syncs[:3])}")
 
     def _prove_form(self, args: Any, kwargs: Any) -> Any:
-        """Runs a step in the optimizers' capturable form and in their own, and compares; the own result stands."""
+        """Runs a step in the optimizers' own form and in the capturable one, and compares; the own result stands."""
         for form in self._forms:
             if not form.prepared:
                 form.prepare()
+        waits: list[str] = []
+
+        def capturable() -> Any:
+            result, found = self._surface.syncs(lambda: self._run(args, kwargs))
+            waits.extend(found)
+            return result
+
+        own, apart, problem = self._both(lambda: self._run(args, kwargs, own=True), capturable)
+        if problem is not None:
+            self._give_up(f"the capturable form of the optimizer fails ({problem})")
+        elif apart is not None and self._agree(apart, FORM_TOLERANCE):
+            self._form_proven = True
+            self._refuse_waits(waits)
+        elif apart is not None and self._noise is not None:
+            self._give_up(
+                f"the optimizer's capturable form differs from its own: {self._worst(apart)}"
+            )
+        elif apart is not None:
+            self._noise, self._noise_runs = {}, NOISE_RUNS
+        return own
+
+    def _both(
+        self, first: Callable[[], Any], second: Callable[[], Any]
+    ) -> tuple[Any, dict[str, float] | None, str | None]:
+        """Runs a step in two ways from the same state; the first result stands, to the bit.
+
+        Returns it, how far the second ended from it, and why the second failed. An error of the first way is the
+        step's own, but for a lack of memory, which may be due to what is kept here: then the step runs plainly.
+        """
         saved = self._saved()
         if saved is None:
-            return self._run(args, kwargs)
-        syncs: list[str] = []
+            return first(), None, None
         try:
-            new, syncs = self._surface.syncs(lambda: self._run(args, kwargs))
-        except Exception as error:
+            result = first()
+        except torch.OutOfMemoryError:
             saved.rewind()
-            self._give_up(f"the capturable form of the optimizer fails ({_first_line(error)})")
-            return self._run(args, kwargs)
+            del saved
+            self._give_up("there is no memory to check a graph beside the step itself")
+            return first(), None, None
         saved.swap()
-        result = self._run(args, kwargs, own=True)
-        apart = saved.apart() | _outputs_apart(new, result)
-        if self._agree(apart, FORM_TOLERANCE):
-            self._form_proven = True
-            self._refuse_waits(syncs)
-        elif self._noise is not None:
-            self._give_up(
-                f"the capturable form of the optimizer differs from its own: {self._worst(apart)}"
-            )
-        else:
-            self._noise, self._noise_runs = {}, NOISE_RUNS
-        return result
+        try:
+            other = second()
+        except Exception as error:
+            saved.take_first()
+            return result, None, f"{type(error).__name__}: {_first_line(error)}"
+        apart = saved.apart() | _outputs_apart(other, result)
+        saved.take_first()
+        return result, apart, None
 
     def _agree(self, apart: dict[str, float], allowed: float = 0.0) -> bool:
         """Whether two runs are no further apart than allowed, or than two eager runs are."""
         noise = self._noise or {}
+        # A scalar loss moves in steps of its last digit: two runs may well have met in the same one.
+        floor = {"results": RESULTS_ROUNDOFF} if any(noise.values()) else {}
         return all(
-            d <= max(allowed, MOST_TIMES_NOISE * noise.get(n, 0.0)) for n, d in apart.items()
+            d <= max(allowed, MOST_TIMES_NOISE * noise.get(n, 0.0), floor.get(n, 0.0))
+            for n, d in apart.items()
         )
 
     def _worst(self, apart: dict[str, float]) -> str:
@@ -336,48 +366,50 @@ class CapturedStep:
         saved.rewind()
         self._captures += 1
         self._capture_s += time.perf_counter() - started
-        self._graph_bytes += max(0, self._surface.reserved_bytes() - held)
+        graph_bytes = max(0, self._surface.reserved_bytes() - held)
+        self._graph_bytes += graph_bytes
         if replaced:
             self._give_up("the step replaces tensors of its state by new ones")
-            return False
-        return True
+        elif self._surface.free_bytes() < graph_bytes:
+            self._give_up("there is no memory for a graph and an eager step beside it")
+        return self._reason is None
 
     def _verify(self, shape: Shape, args: Any, kwargs: Any) -> Any:
-        """Replays a step and runs it eagerly from the same start; the eager result stands."""
-        saved = self._saved()
-        if saved is None:
-            return self._run(args, kwargs)
-        replayed = self._launch(shape, args, kwargs)
-        saved.swap()
-        result = self._run(args, kwargs)
-        apart = saved.apart() | _outputs_apart(replayed, result)
-        if self._agree(apart):
+        """Runs a step eagerly and replays it from the same start; the eager result stands."""
+        result, apart, problem = self._both(
+            lambda: self._run(args, kwargs), lambda: self._launch(shape, args, kwargs)
+        )
+        if problem is not None:
+            self._give_up(f"a replay fails ({problem})")
+        elif apart is not None and self._agree(apart):
             shape.left -= 1
-        elif self._noise is None:
-            self._noise, self._noise_runs = {}, NOISE_RUNS
-        else:
+        elif apart is not None and self._noise is not None:
             self._give_up(f"a replay does not do what the eager step does: {self._worst(apart)}")
+        elif apart is not None:
+            self._noise, self._noise_runs = {}, NOISE_RUNS
         return result
 
     def _measure_noise(self, args: Any, kwargs: Any) -> Any:
         """Runs a step eagerly twice, to know how far apart that is."""
-        saved = self._saved()
-        if saved is None:
-            return self._run(args, kwargs)
-        first = self._run(args, kwargs)
-        saved.swap()
-        second = self._run(args, kwargs)
-        apart, noise = saved.apart() | _outputs_apart(first, second), self._noise or {}
-        self._noise = {n: max(d, noise.get(n, 0.0)) for n, d in apart.items()}
-        self._noise_runs -= 1
-        return second
+        result, apart, problem = self._both(
+            lambda: self._run(args, kwargs), lambda: self._run(args, kwargs)
+        )
+        noise = self._noise or {}
+        if apart is not None:
+            self._noise = {n: max(d, noise.get(n, 0.0)) for n, d in apart.items()}
+            self._noise_runs -= 1
+        elif problem is not None:
+            self._give_up(f"a step cannot be run twice from the same state ({problem})")
+        return result
 
     # Giving up.
 
     def _saved(self) -> Saved | None:
         """Returns the state kept on the device, or on the host where it does not fit; None after giving up."""
         device = self._surface.device
-        fits = 1.2 * state_bytes(self._parts) < self._surface.free_bytes()
+        fits = (
+            1.2 * state_bytes(self._parts) < self._surface.free_bytes()
+        )  # cached memory is the step's
         try:
             return Saved(self._parts, device, device if fits else torch.device("cpu"))
         except (RuntimeError, MemoryError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -82,8 +82,9 @@ class Saved:
         values: without, only what Python and the host's own operations may change is kept, for captures, which
             execute nothing on the device.
 
-    After a run from that moment, `swap` puts the state back and keeps what the run made of it instead; after a second
-    run, `apart` says how far the two ended from each other. So two runs are compared with one copy of the state.
+    After a run from that moment, `swap` puts the state back and keeps what the run made of it instead. After a second
+    run, `apart` says how far the two ended from each other, and `take_first` lets the first one stand. So two runs are
+    compared with one copy of the state.
     """
 
     def __init__(
@@ -94,18 +95,81 @@ class Saved:
         values: bool = True,
     ) -> None:
         self._parts, self._device = parts, device
-        place = where or device
+        self._place = where or device
 
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            plain = tensor.detach()
-            return plain.clone() if tensor.device == place else plain.to(place, copy=True)
+        def kept(tensor: torch.Tensor) -> bool:
+            return values or tensor.device.type == "cpu"
 
-        def kept(tensor: torch.Tensor | None) -> bool:
-            return tensor is not None and (values or tensor.device.type == "cpu")
+        self._tensors = [(n, t, self._copy(t)) for n, t in state_tensors(parts) if kept(t)]
+        self._start = self._rest(lambda grad: kept(grad))
+        self._first: _Rest | None = None
 
-        self._tensors = [(n, t, copy(t)) for n, t in state_tensors(parts) if kept(t)]
-        self._grads: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = [
-            (p, p.grad, copy(p.grad) if p.grad is not None and kept(p.grad) else None)
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach()
+        same = tensor.device == self._place
+        return plain.clone() if same else plain.to(self._place, copy=True)
+
+    def _rest(self, by_value: Callable[[torch.Tensor], bool]) -> _Rest:
+        return _Rest(self._parts, self._device, by_value, self._copy)
+
+    @torch.no_grad()
+    def rewind(self) -> None:
+        """Puts everything back, to the bit."""
+        for _, tensor, value in self._tensors:
+            tensor.detach().copy_(value)
+        self._start.put_back()
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Puts everything back, and keeps the state that was there instead."""
+        shared = {id(g) for _, g, _ in self._start.grads if g is not None}
+        self._first = self._rest(lambda grad: id(grad) in shared)
+        for _, tensor, value in self._tensors:
+            now = tensor.detach().clone()
+            tensor.detach().copy_(value)
+            value.copy_(now)
+        self._start.put_back()
+
+    @torch.no_grad()
+    def take_first(self) -> None:
+        """Lets the state be what the first of two runs had made of it."""
+        assert self._first is not None
+        for _, tensor, value in self._tensors:
+            tensor.detach().copy_(value)
+        self._first.put_back()
+
+    def apart(self) -> dict[str, float]:
+        """Returns how far the state now is from the one kept by `swap`, for each kind of tensor (see `distance`).
+
+        By kinds, because single tensors may be made of nothing but rounding: the gradient of a bias in front of a
+        batch norm. "generators" are apart by 0 or by infinity.
+        """
+        assert self._first is not None
+        now = [p.grad for p in self._parts.parameters()]
+        kinds: dict[str, list[tuple[torch.Tensor | None, torch.Tensor | None]]] = {}
+        for name, tensor, value in self._tensors:
+            kinds.setdefault(name, []).append((tensor, value))
+        first = [g if v is None else v for _, g, v in self._first.grads]
+        kinds["gradients"] = list(zip(now, first, strict=True))
+        found = {name: distance(pairs) for name, pairs in kinds.items()}
+        same = self._first.rng.same(RngState(self._device, self._parts.generators))
+        found["generators"] = 0.0 if same else math.inf
+        return found
+
+
+class _Rest:
+    """What is state beside the values of tensors: which gradients there are, attributes, numbers, generators."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        device: torch.device,
+        by_value: Callable[[torch.Tensor], bool],
+        copy: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._parts = parts
+        self.grads: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = [
+            (p, p.grad, copy(p.grad) if p.grad is not None and by_value(p.grad) else None)
             for p in parts.parameters()
         ]
         self._dicts = [
@@ -117,50 +181,15 @@ class Saved:
         self._states = [{p: _copied(e) for p, e in o.state.items()} for o in parts.optimizers]
         self._attributes = [(o, _plain(vars(o))) for o in _owners(parts)]
         self._groups = [[dict(_plain(g)) for g in o.param_groups] for o in parts.optimizers]
-        self._rng = RngState(device, parts.generators)
-        self._after: _After | None = None
+        self.rng = RngState(device, parts.generators)
 
     @torch.no_grad()
-    def rewind(self) -> None:
-        """Puts everything back, to the bit."""
-        for _, tensor, value in self._tensors:
-            tensor.detach().copy_(value)
-        self._put_back()
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        """Puts everything back, and keeps the state that was there instead, to compare with."""
-        self._after = _After(
-            self._parts, self._device, [g for _, g, _ in self._grads if g is not None]
-        )
-        for _, tensor, value in self._tensors:
-            now = tensor.detach().clone()
-            tensor.detach().copy_(value)
-            value.copy_(now)
-        self._put_back()
-
-    def apart(self) -> dict[str, float]:
-        """Returns how far the state now is from the one kept by `swap`, for each kind of tensor (see `distance`).
-
-        By kinds, because single tensors may be made of nothing but rounding: the gradient of a bias in front of a
-        batch norm. "generators" are apart by 0 or by infinity.
-        """
-        assert self._after is not None
-        now = _After(self._parts, self._device, [])
-        kinds: dict[str, list[tuple[torch.Tensor | None, torch.Tensor | None]]] = {}
-        for name, tensor, value in self._tensors:
-            kinds.setdefault(name, []).append((tensor, value))
-        kinds["gradients"] = list(zip(now.grads, self._after.grads, strict=True))
-        found = {name: distance(pairs) for name, pairs in kinds.items()}
-        found["generators"] = 0.0 if self._after.rng.same(now.rng) else math.inf
-        return found
-
-    def _put_back(self) -> None:
-        for parameter, grad, value in self._grads:
+    def put_back(self) -> None:
+        """Puts it back."""
+        for parameter, grad, value in self.grads:
             parameter.grad = grad
             if grad is not None and value is not None:
-                with torch.no_grad():
-                    grad.copy_(value)
+                grad.copy_(value)
         for optimizer, states in zip(self._parts.optimizers, self._states, strict=True):
             for parameter in [p for p in optimizer.state if p not in states]:
                 del optimizer.state[parameter]
@@ -175,7 +204,7 @@ class Saved:
         for optimizer, groups in zip(self._parts.optimizers, self._groups, strict=True):
             for group, plain in zip(optimizer.param_groups, groups, strict=False):
                 group.update(plain)
-        self._rng.rewind()
+        self.rng.rewind()
 
 
 class Constants:
@@ -198,18 +227,6 @@ class Constants:
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the sum of a tensor's bits."""
     return _bits(tensor.detach()).sum(dtype=torch.int64)
-
-
-class _After:
-    """What a run left beside the state's tensors: gradients and where the generators stand."""
-
-    def __init__(self, parts: Parts, device: torch.device, shared: list[torch.Tensor]) -> None:
-        ids = {id(g) for g in shared}
-        self.grads = [
-            p.grad.detach().clone() if p.grad is not None and id(p.grad) in ids else p.grad
-            for p in parts.parameters()
-        ]
-        self.rng = RngState(device, parts.generators)
 
 
 def distance(pairs: Iterable[tuple[torch.Tensor | None, torch.Tensor | None]]) -> float:

@@ -46,7 +46,7 @@ class Surface(Protocol):
         """Returns what `run` returns, and where it made the host wait for the device."""
 
     def free_bytes(self) -> int:
-        """Returns the memory that could still be had."""
+        """Returns the memory that nobody holds, the allocator's cache not counted."""
 
     def reserved_bytes(self) -> int:
         """Returns the memory that the allocator holds."""
@@ -231,9 +231,7 @@ class CudaSurface:
         return result, list(dict.fromkeys(found))
 
     def free_bytes(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self.device)
-        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return int(free + held)
+        return int(torch.cuda.mem_get_info(self.device)[0])
 
     def reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.device)
