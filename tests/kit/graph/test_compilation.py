@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flopwise.errors import GraphWarning
-from flopwise.kit.graph import compilation
+from flopwise.kit.graph import compilation, rehearsal
 from flopwise.kit.graph.compilation import compile_in_place, compile_regions
 from flopwise.kit.graph.regions import likeness, regions_of, silent_compiles
 
@@ -263,7 +263,7 @@ def test_too_many_graph_breaks_take_it_back() -> None:
 
 def test_slower_code_is_taken_back_and_the_break_even_is_told(monkeypatch: Any) -> None:
     times = {"eager": 0.010, "compiled": 0.017}
-    monkeypatch.setattr(compilation, "interleaved", lambda *_, **__: times)
+    monkeypatch.setattr(rehearsal, "interleaved", lambda *_, **__: times)
     options = {"backend": "aot_eager"}
     model = built(Stack)
     compile_in_place(model, **options)

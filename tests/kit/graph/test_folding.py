@@ -251,3 +251,38 @@ def test_keywords_and_autocast_dtypes() -> None:
 
 def test_the_check_names_its_allowance() -> None:
     assert (folding.MOST_TIMES, folding.FEWEST_ROUNDOFFS) == (10.0, 32.0)
+
+
+@pytest.mark.parametrize(
+    ("fused_s", "raises", "taken"), [(1.0, False, True), (3.0, False, False), (1.0, True, False)]
+)
+def test_the_cudnn_call_is_taken_if_it_is_right_and_faster(
+    monkeypatch: Any, fused_s: float, raises: bool, taken: bool
+) -> None:
+    """On a GPU; here the rewriting is another one, that a CPU can run."""
+
+    def rewrite(module: Any) -> int:
+        for node in module.graph.nodes:
+            if node.target is torch.ops.aten.relu_.default:
+                node.target = torch.ops.aten.relu.default
+        return 1
+
+    def measure(arms: Any, *_: Any, **__: Any) -> dict[str, float]:
+        for arm in arms.values():
+            arm()
+        if raises:
+            raise RuntimeError("CUDNN_STATUS_NOT_SUPPORTED")
+        return {"apart": 2.0, "fused": fused_s}
+
+    model = trained(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+    x = torch.randn(2, 3, 6, 6)
+    folded = fold(model, x)
+    before = folded.graph
+    monkeypatch.setattr(fold_passes, "fuse_relu", rewrite)
+    monkeypatch.setattr(folding, "interleaved", measure)
+    done: dict[str, int] = {}
+    with torch.no_grad():
+        folding._try_cudnn_relu(model, folded, (x,), {}, done)
+    assert (folded.graph is not before) is taken
+    assert done == ({"conv+relu in one call": 1} if taken else {})
+    torch.testing.assert_close(folded(x), model(x))

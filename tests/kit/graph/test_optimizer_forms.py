@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from flopwise.kit.graph import optimizer_forms
 from flopwise.kit.graph.optimizer_forms import FORMS, fastest_optimizer_form, form_of, set_form
@@ -154,3 +155,15 @@ def test_real_timing_on_this_device() -> None:
     result = fastest_optimizer_form(optimizer, rounds=3, budget_s=0.5)
     assert set(result.times_s) == set(FORMS)
     assert result.form == form_of(optimizer)
+
+
+def test_hooks_on_all_optimizers_do_not_see_the_measurement(monkeypatch: Any) -> None:
+    timed(monkeypatch, {"fused": 1.0, "foreach": 2.0, "for-loop": 4.0})
+    _, optimizer = trained(torch.optim.AdamW)
+    seen: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda *a: seen.append(a))
+    try:
+        assert fastest_optimizer_form(optimizer).form == "fused"
+    finally:
+        handle.remove()
+    assert seen == []

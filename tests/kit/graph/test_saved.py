@@ -114,3 +114,27 @@ def test_bytes() -> None:
     net(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     assert state_bytes(parts) == 3 * 64
+
+
+def test_the_first_of_two_runs_can_stand() -> None:
+    parts, step = training()
+    step()
+    grad = parts.parameters()[0].grad
+    saved = Saved(parts, CPU)
+    step()
+    first = look(parts)
+    saved.swap()
+    assert parts.parameters()[0].grad is grad
+    step()
+    step()
+    assert any(d > 0 for d in saved.apart().values())
+    saved.take_first()
+    after = look(parts)
+    assert all(torch.equal(a, b) for a, b in zip(first, after, strict=True))
+
+
+def test_for_a_capture_only_what_the_host_holds_is_kept() -> None:
+    net = nn.Linear(2, 2, device="meta")
+    parts = parts_of(lambda: None, [net], state=[torch.ones(2)])
+    saved = Saved(parts, torch.device("meta"), values=False)
+    assert [n for n, _, _ in saved._tensors] == ["tensors"]

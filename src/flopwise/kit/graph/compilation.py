@@ -7,7 +7,6 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +14,11 @@ from torch import nn
 
 from flopwise.errors import GraphWarning
 from flopwise.kit.graph.compile_report import CompileReport, varying
+from flopwise.kit.graph.compiled_calls import CompiledCall, Settings, calls_off, calls_on
 from flopwise.kit.graph.compiler import (
     break_even_steps,
     call_problem,
     compiler_problem,
-    forget,
-    frame,
     frames_compiled,
     frames_tried,
     tally,
@@ -28,44 +26,15 @@ from flopwise.kit.graph.compiler import (
 from flopwise.kit.graph.deadline import Overdue, Within, modes_problem
 from flopwise.kit.graph.events import Mark
 from flopwise.kit.graph.kept import device_of, kept, without_dropout
-from flopwise.kit.graph.numerics import Call, Numerics, compare, plain, scalar
+from flopwise.kit.graph.numerics import Call, Numerics, compare
 from flopwise.kit.graph.regions import Choice, is_silent, likeness, regions_of, scripted
-from flopwise.kit.graph.timing import interleaved
+from flopwise.kit.graph.rehearsal import Rehearsal
 from flopwise.kit.nested import tensors_in
 
-#: A compilation that takes longer is abandoned.
-DEADLINE_S = 120.0
-#: With more graph breaks than this a model runs as many small graphs.
-MOST_BREAKS = 8
-#: With more compilations than this after the first, it keeps compiling for new shapes or values.
-MOST_RECOMPILES = 8
 #: Compiled code that is slower than eager by more than this share is taken back.
 SLOWER_FRAC = 0.02
 #: Different input shapes that are remembered.
 _MOST_SHAPES = 256
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What torch.compile is called with, and when to give up."""
-
-    mode: str | None = None
-    backend: Any = "inductor"
-    dynamic: bool | None = None
-    options: dict[str, Any] | None = None
-    deadline_s: float = DEADLINE_S
-    evaluation: bool = True
-    measure: bool = True
-    steps_left: int | None = None
-    most_breaks: int = MOST_BREAKS
-    most_recompiles: int = MOST_RECOMPILES
-
-    def has_graphs(self) -> bool:
-        """Whether torch captures CUDA graphs of compiled code, which it does for each thread anew."""
-        options = self.options or {}
-        return self.mode in ("reduce-overhead", "max-autotune") or bool(
-            options.get("triton.cudagraphs")
-        )
 
 
 def compile_in_place(model: nn.Module, **settings: Any) -> Compiled:
@@ -122,14 +91,14 @@ class Compiled:
         self._warm: set[str] = set()
         self._busy = False
         self.reason = self._problem(modules)
-        self._parts: list[_Part] = []
+        self._parts: list[CompiledCall] = []
         self._cured: tuple[str, ...] = ()
         if self.reason is not None:
             self._warn()
             return
         self._cured = tuple(name for name, module in modules if is_silent(module))
         self._codes: dict[Hashable, types.CodeType] = {}
-        self._parts = [_Part(module, self, self._codes) for _, module in modules]
+        self._parts = [CompiledCall(module, self._settings, self._codes) for _, module in modules]
         self._root = vars(model).get("_compiled_call_impl")
         whole = self._parts[0] if modules[0][1] is model else None
         self._watch(whole)
@@ -148,7 +117,7 @@ class Compiled:
 
     # What the model's calls go through.
 
-    def _watch(self, whole: _Part | None) -> None:
+    def _watch(self, whole: CompiledCall | None) -> None:
         """Puts the dispatch between eager, compiled training and compiled evaluation into the model's own slot."""
         model = self._model
         eager: Callable[..., Any] = model._call_impl
@@ -158,7 +127,7 @@ class Compiled:
                 return eager(*args, **kwargs)
             kind = "training" if model.training and torch.is_grad_enabled() else "evaluation"
             if kind == "evaluation" and not self._settings.evaluation:
-                with _off(self._parts):
+                with calls_off(self._parts):
                     return eager(*args, **kwargs)
             if kind not in self._warm:
                 self._first(kind, args, kwargs)
@@ -188,7 +157,7 @@ class Compiled:
         try:
             with warnings.catch_warnings(), kept(self._model, weights=False) as state:
                 warnings.simplefilter("ignore")  # nobody asked for a compiler's advice
-                work = _Rehearsal(self, kind, args, kwargs, state.rewind)
+                work = Rehearsal(self._model, self._parts, kind, (args, kwargs), state.rewind)
                 timed = self._settings.measure and kind == "training"
                 run = work.timed if timed else work.compile
                 self._times |= threads.run(run) if threads is not None else run()
@@ -255,18 +224,18 @@ class Compiled:
         """
         model = self._model
         call = Call(args, kwargs, loss)
-        parts = [_Part(p.module, self, {}) for p in self._parts]
+        parts = [CompiledCall(p.module, self._settings, {}) for p in self._parts]
         whole = parts[0] if parts and parts[0].module is model else None
         eager: Callable[..., Any] = model._call_impl
 
         def compiled(*a: Any, **k: Any) -> Any:
             if whole is not None:
                 return whole.function("training")(*a, **k)
-            with _on(parts):
+            with calls_on(parts):
                 return eager(*a, **k)
 
         def bare(*a: Any, **k: Any) -> Any:
-            with _off(self._parts):
+            with calls_off(self._parts):
                 return eager(*a, **k)
 
         self._busy = True
@@ -332,118 +301,6 @@ class Compiled:
             GraphWarning,
             stacklevel=4,
         )
-
-
-class _Part:
-    """One module whose call is compiled; modules that are alike share the code that Dynamo keeps its work by."""
-
-    def __init__(
-        self, module: nn.Module, owner: Compiled, codes: dict[Hashable, types.CodeType]
-    ) -> None:
-        self.module = module
-        self._settings, self._codes = owner._settings, codes
-        self._before = vars(module).get("_compiled_call_impl")
-        self._frames: dict[str, types.FunctionType] = {}
-        self._functions: dict[str, Callable[..., Any]] = {}
-
-    def function(self, kind: str) -> Callable[..., Any]:
-        """Returns the compiled call for training or evaluation."""
-        if kind not in self._functions:
-            plain_frame = frame(self.module._call_impl)
-            key = (likeness(self.module), kind)
-            code = self._codes.setdefault(key, plain_frame.__code__)
-            shared = types.FunctionType(
-                code, plain_frame.__globals__, code.co_name, None, plain_frame.__closure__
-            )
-            s = self._settings
-            self._frames[kind] = shared
-            self._functions[kind] = torch.compile(
-                shared, mode=s.mode, backend=s.backend, dynamic=s.dynamic, options=s.options
-            )
-        return self._functions[kind]
-
-    def on(self) -> None:
-        module = self.module
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            kind = "training" if module.training and torch.is_grad_enabled() else "evaluation"
-            return self.function(kind)(*args, **kwargs)
-
-        vars(module)["_compiled_call_impl"] = call
-
-    def off(self) -> None:
-        vars(self.module)["_compiled_call_impl"] = self._before
-
-    def forget(self) -> None:
-        for function in self._frames.values():
-            forget(function)
-        self._frames.clear()
-        self._functions.clear()
-
-
-class _on:
-    """Lets the calls of parts be compiled for a block."""
-
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        self._parts = parts
-        self._were = [vars(p.module).get("_compiled_call_impl") for p in parts]
-
-    def __enter__(self) -> None:
-        for part in self._parts:
-            part.on()
-
-    def __exit__(self, *error: Any) -> None:
-        for part, was in zip(self._parts, self._were, strict=True):
-            vars(part.module)["_compiled_call_impl"] = was
-
-
-class _off(_on):
-    """Lets the calls of parts be eager for a block."""
-
-    def __enter__(self) -> None:
-        for part in self._parts:
-            vars(part.module)["_compiled_call_impl"] = None
-
-
-class _Rehearsal:
-    """One call of the training made before it is made: compiled, and timed against eager."""
-
-    def __init__(
-        self, owner: Compiled, kind: str, args: Any, kwargs: Any, rewind: Callable[[], None]
-    ) -> None:
-        self._owner, self._kind, self._rewind = owner, kind, rewind
-        self._call = Call(args, kwargs)
-        self._grads = torch.is_grad_enabled()
-        whole = owner._parts[0] if owner._parts[0].module is owner._model else None
-        self._eager = owner._model._call_impl
-        self._compiled = whole.function(kind) if whole is not None else self._eager
-
-    def compile(self) -> dict[str, float]:
-        """Compiles forward and backward."""
-        self._run(self._compiled)
-        self._rewind()
-        return {}
-
-    def timed(self) -> dict[str, float]:
-        """Compiles; returns seconds of a forward and backward, eager and compiled, measured in turns."""
-        self.compile()
-
-        def eager() -> None:
-            with _off(self._owner._parts):
-                self._run(self._eager)
-
-        arms = {"eager": eager, "compiled": lambda: self._run(self._compiled)}
-        return interleaved(arms, device_of(self._owner._model), rounds=5, budget_s=3.0)
-
-    def _run(self, function: Callable[..., Any]) -> None:
-        args, kwargs = self._call.fresh()
-        out = function(*args, **kwargs)
-        if not self._grads or not any(t.requires_grad for t in tensors_in(plain(out))):
-            return
-        leaves: list[torch.Tensor] = [p for p in self._owner._model.parameters() if p.requires_grad]
-        leaves += [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        # Not `backward`: hooks that wait for accumulated gradients (optimizers in the backward) are not called.
-        torch.autograd.grad(scalar(out, None), leaves, allow_unused=True)
 
 
 def _inductor_patch(**values: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -122,9 +123,9 @@ def fold(
         times = interleaved({"before": run(model), "after": run(result)}, device) if measure else {}
         result.report = FoldReport(
             nodes_before,
-            passes.count_nodes(graph),
+            passes.count_nodes(result.graph),
             None if branches else count_kernels(run(model), device),
-            None if passes.has_branches(graph) else count_kernels(run(result), device),
+            None if passes.has_branches(result.graph) else count_kernels(run(result), device),
             folded,
             before,
             after,
@@ -221,7 +222,9 @@ def _try_cudnn_relu(
     model: nn.Module, result: Folded, example: Any, keywords: Any, folded: dict[str, int]
 ) -> None:
     """Fuses convolutions with their ReLUs if the outcome is right and faster, on a GPU."""
-    trial = copy.deepcopy(result.graph)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, on copying an exported graph
+        trial = copy.deepcopy(result.graph)
     fused = passes.fuse_relu(trial)
     if not fused:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,7 +67,9 @@ def fastest_optimizer_form(
         return OptimizerForm(before, before, {}, {}, problem)
     try:
         twins, declined = _twins(optimizer, before)
-        arms: dict[str, Callable[[], object]] = {name: twin.step for name, twin in twins.items()}
+        arms: dict[str, Callable[[], object]] = {
+            name: functools.partial(_update, twin) for name, twin in twins.items()
+        }
         device = next(p.device for g in optimizer.param_groups for p in g["params"])
         times = interleaved(arms, device, rounds=rounds, budget_s=budget_s)
     except torch.OutOfMemoryError:
@@ -166,7 +169,7 @@ def _twins(optimizer: Optimizer, before: str) -> tuple[dict[str, Optimizer], dic
                 c.copy_(start[p])
         try:
             set_form(twin, name)
-            twin.step()
+            _update(twin)
         except (RuntimeError, ValueError) as error:
             declined[name] = str(error).splitlines()[0]
             continue
@@ -179,6 +182,12 @@ def _twins(optimizer: Optimizer, before: str) -> tuple[dict[str, Optimizer], dic
             results.pop(name)
         twins[name] = twin
     return twins, declined
+
+
+def _update(optimizer: Optimizer) -> None:
+    """Makes one update without the hooks that watch all optimizers: it is none of the training's."""
+    step: Any = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)
 
 
 def _copied(parameter: torch.Tensor) -> torch.Tensor:
