@@ -49,7 +49,7 @@ class Surface(Protocol):
         """Returns the memory that nobody holds, the allocator's cache not counted."""
 
     def reserved_bytes(self) -> int:
-        """Returns the memory that the allocator holds."""
+        """Empties the allocator's cache; returns the memory that it still holds."""
 
 
 class NoSurface:
@@ -234,4 +234,6 @@ class CudaSurface:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def reserved_bytes(self) -> int:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)

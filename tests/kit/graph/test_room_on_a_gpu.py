@@ -1,0 +1,127 @@
+"""Compiling, folding, fusing and choosing on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import nn
+
+from flopwise.kit.graph import (
+    compile_in_place,
+    compile_regions,
+    fastest_layout,
+    fastest_optimizer_form,
+    fold,
+    fusion_report,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(280, method="thread"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.relu(self.norm(self.conv(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 32, blocks: int = 4) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().cuda()
+
+
+def images() -> torch.Tensor:
+    return torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0)).cuda()
+
+
+@pytest.mark.parametrize("make", [compile_in_place, compile_regions])
+def test_compiled_training_on_the_device(make: object) -> None:
+    model, twin = net(), net()
+    handle = make(model, measure=False)  # type: ignore[operator]
+    with torch.autocast("cuda", torch.bfloat16):
+        loss, expected = model(images()).square().mean(), twin(images()).square().mean()
+    loss.backward()
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=0.05)
+    report = handle.report()
+    assert report.reason is None
+    assert report.frames >= 1
+    assert report.compile_s > 0
+    assert handle.verify(images()).passed
+    handle.remove()
+
+
+def test_torchs_own_graphs_of_compiled_code() -> None:
+    model = net()
+    handle = compile_in_place(model, mode="reduce-overhead", measure=False)
+    for _ in range(4):
+        model(images()).square().mean().backward()
+    assert handle.report().reason is None
+
+
+def test_folding_counts_kernels_and_keeps_the_results() -> None:
+    torch.backends.cudnn.allow_tf32 = False
+    model = net()
+    with torch.no_grad():
+        model(images())
+    model.eval()
+    report = fold(model, images(), measure=True).report
+    assert report.folded["conv+bn"] == 5
+    assert report.kernels_before is not None
+    assert report.kernels_after is not None
+    assert report.kernels_after < report.kernels_before
+    assert report.error_after < 1e-4
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def test_fusion_is_told() -> None:
+    report = fusion_report(net(), images())
+    assert 0 < report.kernels_after < report.kernels_before
+    assert 0 < report.bytes_after < report.bytes_before
+
+
+def test_forms_and_layouts_are_measured() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(images()).sum().backward()
+    optimizer.step()
+    result = fastest_optimizer_form(optimizer)
+    assert set(result.times_s) == {"fused", "foreach", "for-loop"}
+    assert result.before == "foreach"
+    layout = fastest_layout(model, images())
+    assert layout.contiguous_s is not None
+    assert layout.contiguous_s > 0
