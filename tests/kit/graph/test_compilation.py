@@ -314,3 +314,50 @@ def test_numbers_held_against_float64() -> None:
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     handle = compile_regions(built(Stack), **QUICK)
     assert handle.verify(x).passed
+
+
+class Placed(nn.Module):
+    """Knows its place in the stack, which Dynamo takes for a constant."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.layer, self.index = nn.Linear(8, 8), index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(x) / (1 + self.index)
+
+
+def test_blocks_that_differ_in_a_number_get_code_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(Placed(k)) for k in range(12)])
+    twin = copy.deepcopy(model)
+    handle = compile_regions(model, Placed, **QUICK)
+    assert train(model) == pytest.approx(train(twin), rel=1e-5)
+    report = handle.report()
+    assert report.reason is None
+    assert report.frames == 12
+
+
+def test_evaluation_that_fails_leaves_training_compiled() -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            raise RuntimeError("not for evaluation")
+        return graph.forward
+
+    model = built(Stack)
+    handle = compile_in_place(model, backend=backend, measure=False)
+    train(model)
+    model.eval()
+    with (
+        torch.no_grad(),
+        pytest.warns(GraphWarning, match="is not compiled in evaluation: compiling failed"),
+    ):
+        model(torch.ones(4, 8))
+    with torch.no_grad():
+        model(torch.ones(4, 8))
+    model.train()
+    before = compilation.tally()
+    train(model)
+    assert (compilation.tally() - before).frames == 0
+    assert handle.report().reason is None
+    assert "eager in evaluation: compiling failed (BackendCompilerFailed" in str(handle.report())

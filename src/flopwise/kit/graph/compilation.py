@@ -84,7 +84,10 @@ class Compiled:
         self._model, self._settings = model, settings
         self._within = Within(settings.deadline_s)
         self._mark, self._start = Mark(), tally()
-        self._counts = {"training": 0, "evaluation": 0, "recompiles": 0, "limits": 0}
+        self._counts = {"training": 0, "evaluation": 0}
+        self._recompiles = {"training": 0, "evaluation": 0}
+        self._limits = 0
+        self.evaluation_reason: str | None = None
         self._compile_s, self._skips = 0.0, _cudagraph_skips()
         self._times: dict[str, float] = {}
         self._shapes: Counter[tuple[tuple[int, ...], ...]] = Counter()
@@ -126,19 +129,22 @@ class Compiled:
             if self.reason is not None or self._busy:
                 return eager(*args, **kwargs)
             kind = "training" if model.training and torch.is_grad_enabled() else "evaluation"
-            if kind == "evaluation" and not self._settings.evaluation:
-                with calls_off(self._parts):
-                    return eager(*args, **kwargs)
-            if kind not in self._warm:
+            plain = kind == "evaluation" and not self._settings.evaluation
+            if not plain and kind not in self._warm:
                 self._first(kind, args, kwargs)
-                if self.reason is not None:
+            if (
+                plain
+                or self.reason is not None
+                or (kind == "evaluation" and self.evaluation_reason)
+            ):
+                with calls_off(self._parts):
                     return eager(*args, **kwargs)
             run = whole.function(kind) if whole is not None else eager
             tried, compiled = frames_tried(), frames_compiled()
             result = run(*args, **kwargs)
             if frames_tried() != tried:
-                self._again(frames_compiled() - compiled)
-            if len(self._shapes) < _MOST_SHAPES:
+                self._again(kind, frames_compiled() - compiled)
+            if kind == "training" and len(self._shapes) < _MOST_SHAPES:
                 self._shapes[tuple(tuple(t.shape) for t in tensors_in((args, kwargs)))] += 1
             return result
 
@@ -150,58 +156,86 @@ class Compiled:
     def _first(self, kind: str, args: Any, kwargs: Any) -> None:
         """Compiles for the first call of a kind, on its own arguments, and decides whether that is kept."""
         self._warm.add(kind)
-        before = tally()
+        before, problem = tally(), self._rehearse(kind, (args, kwargs))
+        if problem is None and (tally() - before).limits and len(self._parts) > 1:
+            # Blocks that are alike differ in a number that they read (their place in the stack, say): no code in common.
+            for part in self._parts:
+                part.forget()
+                part.unshare()
+            before, problem = tally(), self._rehearse(kind, (args, kwargs))
+        spent = tally() - before
+        self._counts[kind] += spent.frames
+        self._limits = (tally() - self._start).limits
+        self._compile_s = max(self._compile_s, (tally() - self._start).compile_s)
+        problem = problem or self._verdict(kind, spent.frames, spent.limits)
+        if problem is not None:
+            self._stop(kind, problem)
+
+    def _rehearse(self, kind: str, given: tuple[Any, Any]) -> str | None:
+        """Compiles, and times training against eager; returns why that failed, or None."""
         alone = modes_problem() is not None or self._settings.has_graphs()
-        threads = None if alone else self._within
         self._busy = True
         try:
             with warnings.catch_warnings(), kept(self._model, weights=False) as state:
                 warnings.simplefilter("ignore")  # nobody asked for a compiler's advice
-                work = Rehearsal(self._model, self._parts, kind, (args, kwargs), state.rewind)
+                work = Rehearsal(self._model, self._parts, kind, given, state.rewind)
                 timed = self._settings.measure and kind == "training"
                 run = work.timed if timed else work.compile
-                self._times |= threads.run(run) if threads is not None else run()
+                self._times |= run() if alone else self._within.run(run)
         except Overdue as overdue:
-            self._reject(f"compilation {overdue}, continuing eager")
+            return f"compilation {overdue}, continuing eager"
         except Exception as error:
-            self._reject(f"compiling failed ({type(error).__name__}: {_first_line(error)})")
+            return f"compiling failed ({type(error).__name__}: {_first_line(error)})"
         finally:
             self._busy = False
-        spent = tally() - before
-        self._counts[kind] += spent.frames
-        self._compile_s += spent.compile_s
-        if self.reason is None:
-            self._judge(kind, spent.frames)
+        return None
 
-    def _judge(self, kind: str, frames: int) -> None:
+    def _stop(self, kind: str, problem: str) -> None:
+        """Lets calls of a kind be eager; without training there is no point in the rest."""
+        if kind == "training":
+            self._reject(problem)
+        elif self.evaluation_reason is None:
+            self.evaluation_reason = problem
+            name = type(self._model).__name__
+            warnings.warn(
+                f"{name} is not compiled in evaluation: {problem}", GraphWarning, stacklevel=4
+            )
+
+    def _verdict(self, kind: str, frames: int, limits: int) -> str | None:
+        """Returns why what was compiled is not to be used, or None."""
         limit, breaks = self._settings.most_breaks, self._mark.breaks()
         eager_s, compiled_s = self._times.get("eager"), self._times.get("compiled")
         if frames == 0:
-            self._reject("nothing was compiled")
-        elif len(breaks) > limit:
+            return "nothing was compiled"
+        if len(breaks) > limit:
             places = "; ".join(str(b) for b in breaks[:3])
-            self._reject(f"{len(breaks)} graph breaks, more than {limit}, first at {places}")
-        elif kind == "training" and eager_s is not None and compiled_s is not None:
+            return f"{len(breaks)} graph breaks, more than {limit}, first at {places}"
+        if limits:
+            return f"the limit of recompiles was met: {self._told()}"
+        if kind == "training" and eager_s is not None and compiled_s is not None:
             even = break_even_steps(self._compile_s, eager_s, compiled_s)
             left = self._settings.steps_left
             if compiled_s > eager_s * (1 + SLOWER_FRAC):
-                self._reject(
-                    f"slower by {100 * (compiled_s / eager_s - 1):.0f} % ({eager_s * 1e3:.3g} ms eager, {compiled_s * 1e3:.3g} ms compiled)"
-                )
-            elif left is not None and (even is None or even > left):
-                self._reject(f"paid back after {even or 'no number of'} steps, and {left} are left")
+                return f"slower by {100 * (compiled_s / eager_s - 1):.0f} % ({eager_s * 1e3:.3g} ms eager, {compiled_s * 1e3:.3g} ms compiled)"
+            if left is not None and (even is None or even > left):
+                return f"paid back after {even or 'no number of'} steps, and {left} are left"
+        return None
 
-    def _again(self, frames: int) -> None:
+    def _told(self) -> str:
+        return "; ".join(str(r) for r in self._mark.recompiles()[:3])
+
+    def _again(self, kind: str, frames: int) -> None:
         """Counts what has been compiled in a later call."""
         now = tally() - self._start
-        self._counts["recompiles"] += frames
+        self._recompiles[kind] += frames
         self._compile_s = max(self._compile_s, now.compile_s)
-        self._counts["limits"] = now.limits
-        recompiles = self._counts["recompiles"]
-        if recompiles > self._settings.most_recompiles or now.limits:
-            told = "; ".join(str(r) for r in self._mark.recompiles()[:3])
-            met = ", and the limit of recompiles was met" if now.limits else ""
-            self._reject(f"compiled {recompiles} times more{met}: {told}. Now running eager")
+        met, self._limits = now.limits > self._limits, now.limits
+        if self._recompiles[kind] > self._settings.most_recompiles or met:
+            words = ", and the limit of recompiles was met" if met else ""
+            self._stop(
+                kind,
+                f"compiled {self._recompiles[kind]} times more{words}: {self._told()}. Now running eager",
+            )
 
     # What a user asks for.
 
@@ -265,18 +299,19 @@ class Compiled:
             modules=len(self._parts),
             shared=len({likeness(p.module) for p in self._parts}),
             cured=self._cured,
-            frames=self._counts["training"] + max(0, self._counts["recompiles"]),
+            frames=self._counts["training"] + self._recompiles["training"],
             breaks=tuple(self._mark.breaks()),
             recompiles=tuple(self._mark.recompiles()),
             compile_s=self._compile_s,
             eager_s=eager_s,
             compiled_s=compiled_s,
             break_even_steps=even,
-            evaluation_frames=self._counts["evaluation"],
-            limits=self._counts["limits"],
+            evaluation_frames=self._counts["evaluation"] + self._recompiles["evaluation"],
+            limits=self._limits,
             sizes=varying(self._shapes),
             cudagraph_skips=_cudagraph_skips() - self._skips,
             reason=self.reason,
+            evaluation_reason=self.evaluation_reason,
         )
 
     def remove(self) -> None:

@@ -32,6 +32,7 @@ class CompileReport:
         int  # compiled regions that torch's own CUDA graphs (reduce-overhead) passed over
     )
     reason: str | None  # why the model runs eagerly; None while it is compiled
+    evaluation_reason: str | None = None  # why it does so in evaluation only
 
     def __str__(self) -> str:
         lines = [self._verdict()]
@@ -40,6 +41,8 @@ class CompileReport:
         ]
         lines += [f"graph break at {b}" for b in self.breaks]
         lines += [f"recompiled for {r}" for r in self.recompiles]
+        if self.evaluation_reason is not None:
+            lines.append(f"eager in evaluation: {self.evaluation_reason}")
         if self.limits:
             lines.append(
                 f"the limit of recompiles was met {self.limits} times: now running eager there"

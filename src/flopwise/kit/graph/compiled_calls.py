@@ -72,6 +72,10 @@ class CompiledCall:
             )
         return self._functions[kind]
 
+    def unshare(self) -> None:
+        """Gives the module code of its own."""
+        self._codes = {}
+
     def on(self) -> None:
         """Lets the module's call be compiled."""
         module = self.module
