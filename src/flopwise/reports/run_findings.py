@@ -12,6 +12,7 @@ from flopwise.reports.screen import WARN, Piece, Screen
 
 SHOWN = 8  # findings; more are in the JSON
 PLACES = 3  # places of one finding
+LEAST_GAIN_FRAC = 5e-4  # a replay that gains less says that it is no faster
 
 
 def findings(
@@ -38,8 +39,11 @@ def _head(finding: Finding) -> list[Piece]:
         items.append("cost not measured")
     else:
         items.append(f"{percent(finding.share_frac)} of the time")
-    if finding.predicted_gain_frac is not None:
-        items.append(f"predicted {percent(finding.predicted_gain_frac)} less time without it")
+    gain = finding.predicted_gain_frac
+    if gain is not None and abs(gain) < LEAST_GAIN_FRAC:
+        items.append("no faster without it")
+    elif gain is not None:
+        items.append(f"predicted {percent(gain)} less time without it")
     items.append(finding.certainty)
     if finding.where:
         items.append(figures.few(finding.where, PLACES))

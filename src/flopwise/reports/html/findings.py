@@ -14,8 +14,8 @@ SHOWN = 30
 PLACES = 6
 
 
-def draw(findings: Sequence[Finding]) -> Html:
-    """Returns the section."""
+def draw(findings: Sequence[Finding], order: str = "") -> Html:
+    """Returns the section; `order` is what comes first."""
     if not findings:
         return el(
             "section", el("h2", "Findings"), el("p.dim", "Nothing was found that costs time.")
@@ -23,7 +23,7 @@ def draw(findings: Sequence[Finding]) -> Html:
     rest = len(findings) - SHOWN
     return el(
         "section",
-        el("h2", "Findings"),
+        el("h2", "Findings", el("small", order) if order else None),
         [_one(at, finding) for at, finding in enumerate(findings[:SHOWN], start=1)],
         el("p.dim", f"{figures.counted(rest, 'more finding')} in the JSON") if rest > 0 else None,
     )

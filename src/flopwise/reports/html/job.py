@@ -36,7 +36,7 @@ def render_job_html(record: JobRecord) -> str:
             _ranks(record),
             _collectives(record),
             _traffic(record),
-            findings.draw(record.findings),
+            findings.draw(record.findings, words.FINDINGS),
             provenance.notes(record.notes),
             _sources(record),
             foot(f"flopwise {record.flopwise}"),
@@ -111,10 +111,9 @@ def _defect(group: words.Group) -> Html:
 
 def _ledger(record: JobRecord) -> list[Html | None]:
     if not record.lines or record.step_s is None:
-        why = words.because(record, "ledger")
-        reason = record.lines_reason or ("" if why else "the record has no reason")
-        said = [*why, *([reason] if reason else [])]
-        verdict = "Ledger withheld" if why else "No ledger"
+        first, *said = words.no_ledger(record)
+        withheld = headline.plain(first) == words.WITHHELD
+        verdict = "Ledger withheld" if withheld else "No ledger"
         return [el("section.verdict", el("b", verdict), ": ", pieces(said))]
     said_of = words.of_ranks(record) or (
         f"mean of {figures.counted(record.steps, 'profiled step')}"
@@ -133,21 +132,18 @@ def _stragglers(record: JobRecord) -> Html:
     named = bool(record.stragglers)
     return el(
         "section",
-        el("h2", "Stragglers", el("small", "by how long they make others wait")),
-        [_straggler(one) for one in record.stragglers[:STRAGGLERS]],
+        el("h2", "Stragglers", el("small", words.STRAGGLERS)),
+        [_straggler(record, one) for one in record.stragglers[:STRAGGLERS]],
         el("p.dim", f"{figures.counted(rest, 'more rank')} in the JSON") if rest > 0 else None,
         None if named else el("p", pieces(words.no_straggler(record))),
         el("p.dim", record.stragglers_reason) if named and record.stragglers_reason else None,
     )
 
 
-def _straggler(one: Straggler) -> Html:
-    parts = words.parts(one)
+def _straggler(record: JobRecord, one: Straggler) -> Html:
     return el(
         "article.finding",
-        el("header", el("b", f"rank {one.rank}"), pieces(words.straggler(one))),
-        el("p.dim", parts) if parts else None,
-        el("p", one.evidence) if one.evidence else None,
+        el("header", el("b", f"rank {one.rank}"), pieces(words.straggler(record, one))),
         el("p.places", [el("code", place) for place in one.where[:6]]) if one.where else None,
     )
 
@@ -163,7 +159,7 @@ def _ranks(record: JobRecord) -> Html | None:
     conclusions = ("steps", "overlap", "waits", "matching")
     return el(
         "section",
-        el("h2", "By rank", el("small", "a step; waiting as a share of communication")),
+        el("h2", "By rank", el("small", f"a step; {job_tables.WAITING}")),
         _table(columns, rows),
         _under(
             words.others(record, len(shown)),
