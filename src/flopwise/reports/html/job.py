@@ -8,7 +8,7 @@ from flopwise.records.job import JobRecord, Redundant, Straggler
 from flopwise.reports import figures, job_tables
 from flopwise.reports import job_words as words
 from flopwise.reports.figures import percent
-from flopwise.reports.html import families, findings, headline, job_heat, lines, provenance
+from flopwise.reports.html import families, findings, headline, job_heat, lines, provenance, tables
 from flopwise.reports.html.markup import MOST, Html, el, pieces
 from flopwise.reports.html.page import foot, head, page
 from flopwise.reports.screen import WARN, Column, Piece
@@ -17,7 +17,7 @@ DEFECTS = 40  # kinds
 RANKS = 32  # rows; of more ranks the telling ones
 KINDS = 40  # of collectives
 STRAGGLERS = 16
-_CSS = job_heat.CSS + ".names td:nth-child(-n+2),.names th{overflow-wrap:normal}\n"
+_CSS = job_heat.CSS + tables.CSS
 
 
 def render_job_html(record: JobRecord) -> str:
@@ -36,7 +36,7 @@ def render_job_html(record: JobRecord) -> str:
             _ranks(record),
             _collectives(record),
             _traffic(record),
-            findings.draw(record.findings, words.FINDINGS),
+            findings.draw(record.findings, words.FINDINGS, words.SHARE_OF),
             provenance.notes(record.notes),
             _sources(record),
             foot(f"flopwise {record.flopwise}"),
@@ -160,7 +160,7 @@ def _ranks(record: JobRecord) -> Html | None:
     return el(
         "section",
         el("h2", "By rank", el("small", f"a step; {job_tables.WAITING}")),
-        _table(columns, rows),
+        tables.draw(columns, rows),
         _under(
             words.others(record, len(shown)),
             job_tables.withheld(record, conclusions, [one.rank for one in shown]),
@@ -187,21 +187,10 @@ def _collectives(record: JobRecord) -> Html:
     more = f"{figures.counted(rest, 'more kind')} in the JSON" if rest > 0 else ""
     return el(
         "section",
-        el("h2", "Collectives", el("small", "a step and rank, the longest first")),
-        _table(columns, rows) if rows else el("p.dim", "None."),
+        el("h2", "Collectives", el("small", f"the longest first; {job_tables.COLLECTIVES_OF}")),
+        tables.draw(columns, rows) if rows else el("p.dim", "None."),
         _under(more, job_tables.withheld(record, conclusions, ())),
     )
-
-
-def _table(columns: Sequence[Column], rows: Sequence[Sequence[Piece]]) -> Html:
-    """Returns a table; cells beyond the columns are left out."""
-    kinds = [".num" if column.right else "" for column in columns]
-    top = [el(f"th{kind}", column.title) for kind, column in zip(kinds, columns, strict=True)]
-    body = [
-        el("tr", [el(f"td{kind}", pieces([cell])) for kind, cell in zip(kinds, row, strict=False)])
-        for row in rows
-    ]
-    return el("div.wide", el("table.small.names", el("thead", el("tr", top)), el("tbody", body)))
 
 
 def _under(more: str, withheld: list[Piece]) -> list[Html]:
