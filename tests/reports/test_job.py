@@ -40,7 +40,7 @@ flopwise analyze run                               2 of 2 ranks read · NVIDIA H
      0     1 ms         500 µs     70 %   250 µs     reference  56 of 76
      1  1.02 ms         500 µs     26 %   250 µs  20 µs ± 1 µs  56 of 76
 
-  collectives, a step and rank, the longest first
+  collectives, the longest first; times and calls a step and rank; bytes a call
   collective  dtype          bytes  calls    time  waiting  transfer  bus bandw.    of link
   all_reduce  bf16           25 MB     10  400 µs   300 µs    100 µs    225 GB/s       50 %
   broadcast   not known  not known    1.5  100 µs    50 µs     50 µs   not known  not known
@@ -54,9 +54,9 @@ flopwise analyze run                               2 of 2 ranks read · NVIDIA H
               64 buffers, unchanged
               do: broadcast_buffers=False
 
-  findings, what is worth most first; shares of the step, mean over ranks, may overlap
-  1           J101 straggler · 28 % of the time · predicted 20 % less time without it · measured
-              train.py:88
+  findings, what is worth most first; their shares may overlap
+  1           J101 straggler · 28 % of the mean step · predicted 20 % less time without it
+              measured · train.py:88
               rank 1 is late
               do: pin its host
 

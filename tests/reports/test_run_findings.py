@@ -42,13 +42,13 @@ def test_findings_stand_behind_the_results_in_the_order_of_the_record(sample):
 @pytest.mark.parametrize(
     ("gain", "said"),
     [
-        (0.0, "no faster without it"),
-        (1e-16, "no faster without it"),
+        (0.0, None),
+        (1e-16, None),
         (0.006, "predicted 0.60 % less time without it"),
         (None, None),
     ],
 )
-def test_a_gain_of_nothing_is_said_in_words(sample, gain, said):
+def test_of_a_gain_of_nothing_nothing_is_said(sample, gain, said):
     found = dataclasses.replace(WAIT, predicted_gain_frac=gain, where=[])
     line = next(line for line in report(sample("cpu"), [found], 160) if "D101" in line)
     assert line.split(" · ")[1:] == ["51.4 % of the time", *([said] if said else []), "measured"]

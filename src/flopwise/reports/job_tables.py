@@ -14,6 +14,8 @@ RANKS = 16  # rows; of more ranks the telling ones
 COLLECTIVES = 12
 #: What the column of waiting is a share of.
 WAITING = "waiting as a share of the time of all matched calls"
+#: What the figures of a kind of collective are of.
+COLLECTIVES_OF = "times and calls a step and rank; bytes a call"
 #: Columns of `rank_row` before its last cell, and of `collective_row`.
 RANK_COLUMNS = (
     Column("rank", right=True),
@@ -92,7 +94,7 @@ def collectives(screen: Screen, record: JobRecord) -> None:
         columns.append(Column("", tail=True))
         for row, one in zip(rows, shown, strict=True):
             row.append((f"redundant: {one.redundant}", WARN) if one.redundant else "")
-    screen.line(("collectives, a step and rank, the longest first", "bold"))
+    screen.line(("collectives, the longest first", "bold"), (f"; {COLLECTIVES_OF}", "dim"))
     screen.table(columns, rows)
     rest = len(record.collectives) - len(shown)
     _not_shown(screen, f"{figures.counted(rest, 'more kind')} in the JSON" if rest > 0 else "")

@@ -41,7 +41,8 @@ REDUNDANT = {
     "wide-gradients": "gradients wider than their parameters",
 }
 #: The order of a job's findings, and what their shares are of.
-FINDINGS = "what is worth most first; shares of the step, mean over ranks, may overlap"
+FINDINGS = "what is worth most first; their shares may overlap"
+SHARE_OF = "the mean step"
 NOT_ASKED = "not asked for"  # of a rank without a ledger, where none was wanted
 NOT_KNOWN = "not known"
 WITHHELD = "withheld"

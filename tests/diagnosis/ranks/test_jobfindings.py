@@ -211,6 +211,36 @@ def test_exposed_communication_stays_whole_where_no_other_finding_has_it(
     assert (found.share_frac, found.advice) == (0.5, "balance the ranks")
 
 
+LAUNCHES = Finding("L103", "launch-bound", 0.7, [], "late", "compile", None, "seen")
+
+
+def test_a_cause_that_others_wait_for_is_said_to_be_one(ranks: Any) -> None:
+    on_host = dataclasses.replace(LATE, reason="host")
+    job = empty(ranks=ranks([LAUNCHES], [LAUNCHES]), stragglers=[on_host])
+    found = {one.code: one for one in findings_of(job)}
+    assert found["L103"].evidence.endswith(
+        "late; on rank 1 it is also what the other ranks wait for (J101): one cause, not two"
+    )
+    assert found["L103"].share_frac == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("reason", "first", "second"),
+    [
+        ("host", [LAUNCHES], []),  # the late rank does not have it
+        ("kernels", [LAUNCHES], [LAUNCHES]),  # it is late for something else
+        ("not known", [LAUNCHES], [LAUNCHES]),
+    ],
+)
+def test_other_causes_stand_alone(
+    ranks: Any, reason: str, first: list[Finding], second: list[Finding]
+) -> None:
+    late = dataclasses.replace(LATE, reason=reason)
+    found = findings_of(empty(ranks=ranks(first, second), stragglers=[late]))
+    (launches,) = (one for one in found if one.code == "L103")
+    assert "J101" not in launches.evidence
+
+
 def test_findings_of_ledgers_are_withheld_with_them(ranks: Any) -> None:
     health = Health(False, [], [], {"ledger": ["H101"]})
     found = ranks([of_ledger(0.1, 0.08, "a.py:1")])

@@ -24,6 +24,12 @@ _EARLIER = (
     "start them earlier and in larger pieces (DDP: bucket_cap_mb, gradient_as_bucket_view; FSDP: prefetch), accumulate with no_sync, "
     "send 16 bit"
 )
+#: Findings of a rank's own ledger that are of what it is late by, by the reason of a straggler.
+_SAME = {
+    "host": ("launch-bound", "host-read"),
+    "input": ("input-wait",),
+    "clock": ("low-clock",),
+}
 _WHY = {
     "host": "its host is late: look at its CPU's load, pinning and frequency, and at what only this rank does (logging, checkpoints)",
     "input": "it waits for its batches: look at its share of the data, its disk, and its loader's workers",
@@ -38,7 +44,7 @@ def findings_of(job: JobRecord) -> list[Finding]:
     """Returns the findings of a job, what is worth most first."""
     found = [] if "ledger" in job.health.withheld else _of_ranks(job.ranks)
     if job.stragglers:
-        found = _without_waiting(found, job)
+        found = [_pointing(one, job) for one in _without_waiting(found, job)]
     found += [_straggler(one, job) for one in job.stragglers]
     found += [_redundant(one, job) for one in job.redundant if _share(one, job) >= SHOWN_FRAC]
     slow = _slow(job)
@@ -110,6 +116,25 @@ def _without_waiting(found: list[Finding], job: JobRecord) -> list[Finding]:
                 )
             )
     return out
+
+
+def _pointing(one: Finding, job: JobRecord) -> Finding:
+    """Returns a finding of the ranks; where the others wait for a rank by the same cause, it says so: there are not two of them."""
+    have = {
+        rank.rank
+        for rank in job.ranks
+        if rank.ledger is not None
+        and any(of.cause == one.cause and of.code == one.code for of in rank.ledger.findings)
+    }
+    late = [
+        str(straggler.rank)
+        for straggler in job.stragglers
+        if straggler.rank in have and one.cause in _SAME.get(straggler.reason, ())
+    ]
+    if not late:
+        return one
+    said = f"on rank {', '.join(late)} it is also what the other ranks wait for (J101): one cause, not two"
+    return dataclasses.replace(one, evidence=f"{one.evidence}; {said}")
 
 
 def _straggler(one: Straggler, job: JobRecord) -> Finding:
