@@ -73,7 +73,9 @@ def test_the_page_has_what_the_terminal_shows(record: ComparisonRecord, parsed: 
         "new b.json · trace · NVIDIA H200 · 5 profiled steps, ended by the optimizer",
     ]
     (verdict,) = root.all("section", "verdict")
-    assert verdict.text == "Not alike not alike: the old side was profiled mind: other ranks"
+    assert (
+        verdict.text == "Before the figures not alike: the old side was profiled mind: other ranks"
+    )
     assert [card.text for card in root.all("div", "card")] == [
         "step faster 10 ms to 8 ms · t_new / t_old 0.8000 (0.7800 to 0.8200) · -2 ms (-2.20 to -1.80 ms)",
         "MFU 40 % to none new: no peak",
@@ -121,7 +123,7 @@ def test_what_is_only_said_is_no_warning_that_voids(
     mind = dataclasses.replace(record, conditions=record.conditions[1:])
     (verdict,) = parsed(render_comparison_html(mind)).all("section", "verdict")
     assert verdict.attributes["class"] == "verdict"
-    assert verdict.text == "Mind mind: other ranks"
+    assert verdict.text == "Before the figures mind: other ranks"
 
 
 def test_long_lists_are_cut_and_said(record: ComparisonRecord, parsed: Parsed) -> None:

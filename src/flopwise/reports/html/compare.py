@@ -45,8 +45,7 @@ def _conditions(conditions: Sequence[Condition]) -> Html | None:
     ]
     voids = any(one.voids for one in conditions)
     verdict = "section.verdict.bad" if voids else "section.verdict"
-    said = "Not alike" if voids else "Mind"
-    return el(verdict, el("b", said), el("ul", items), _more(conditions))
+    return el(verdict, el("b", "Before the figures"), el("ul", items), _more(conditions))
 
 
 def _cards(record: ComparisonRecord) -> Html:
