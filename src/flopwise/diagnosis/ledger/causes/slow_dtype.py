@@ -119,8 +119,6 @@ def _tf32(scene: Scene, predict: Predict, wide: list[Product]) -> list[Alternati
     for one in full:
         most = SUSTAINED_FRAC if one.alignment() == ALIGNED_BYTES else MISALIGNED_TF32_FRAC
         kept = one.call.ns * fp32 / tf32  # the efficiency that it has
-        ns = max(
-            kept, 1e9 * one.flops / (most * tf32), bytes_ns(one.moved_bytes, scene) or 0.0
-        )
+        ns = max(kept, 1e9 * one.flops / (most * tf32), bytes_ns(one.moved_bytes, scene) or 0.0)
         left.update(dict.fromkeys(one.call.work, ns / one.call.ns))
     return [Alternative(TF32, predict.faster(left))]
