@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flopwise.diagnosis.ledger.build import ledger
-from flopwise.trace import nsys
+from flopwise.trace import nsys_database
 from flopwise.trace.chrome import Trace
 from flopwise.trace.kinds import Kind
 from flopwise.trace.launches import launches
@@ -356,7 +356,7 @@ def test_no_sqlite_no_export_no_file(tmp_path: Path) -> None:
     path.write_bytes(b"hello")
     with pytest.raises(TraceError, match="not a SQLite file"):
         read_nsys(path)
-    path.write_bytes(nsys.MAGIC + b"\xff" * 2000)
+    path.write_bytes(nsys_database.MAGIC + b"\xff" * 2000)
     with pytest.raises(TraceError, match="cannot be read as SQLite"):
         read_nsys(path)
     assert "cannot be read as SQLite" in (why_not(path) or "")
@@ -419,7 +419,7 @@ def test_values_of_other_types_are_counted_or_passed_over(export: Export) -> Non
     trace = e.read()
     assert trace.damage.events == 4  # starts that are no whole numbers
     assert "its start is 'x'" in trace.damage.described[0]
-    assert max(map(len, trace.events.names)) == nsys.LONGEST_NAME
+    assert max(map(len, trace.events.names)) == nsys_database.LONGEST_NAME
     assert "\ufffd\ufffdA" in names(trace, Kind.KERNEL)
     assert len(ledger(trace).lines) > 0
 
@@ -446,7 +446,7 @@ def test_odd_names_of_files(tmp_path: Path) -> None:
 
 
 def test_progress_tells_bytes(export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nsys, "CHUNK", 3)
+    monkeypatch.setattr(nsys_database, "CHUNK", 3)
     for i in range(10):
         step(export, i)
     export.close()
@@ -467,7 +467,7 @@ def test_a_search_without_an_answer_ends(export: Export, monkeypatch: pytest.Mon
     export.table("StringIds", "id INTEGER, value TEXT")
     export.database.executemany("INSERT INTO StringIds VALUES (?, 'x')", ((i,) for i in range(200_000)))  # fmt: skip
     export.close()
-    monkeypatch.setattr(nsys, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(nsys_database, "PATIENCE_S", -1.0)
     with pytest.raises(TraceError, match="interrupted"):
         read_nsys(export.path)
 

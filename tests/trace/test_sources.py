@@ -16,15 +16,10 @@ import pytest
 
 from flopwise.records import store
 from flopwise.records.rank import Profile, ProfiledWindow, RankRecord
-from flopwise.trace import sources
-from flopwise.trace.sources import (
-    SourceConflict,
-    SourceError,
-    find,
-    rank_in_name,
-    settled,
-    with_rank,
-)
+from flopwise.trace import source_search
+from flopwise.trace.source import Source, SourceConflict, SourceError
+from flopwise.trace.source_rank import rank_in_name
+from flopwise.trace.sources import find, settled, with_rank
 
 EVENT = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1, "dur": 2}
 
@@ -41,7 +36,7 @@ def trace(path: Path, rank: int | None = None, *, after: bool = False, world: in
     return path
 
 
-def ranks(found: list[sources.Source]) -> list[tuple[str, int | None, str]]:
+def ranks(found: list[Source]) -> list[tuple[str, int | None, str]]:
     return [(one.path.name, one.rank, one.rank_from) for one in found]
 
 
@@ -221,7 +216,7 @@ def test_links_in_circles_end_and_files_reached_twice_count_once(tmp_path: Path)
 
 
 def test_a_large_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MOST_FILES", 10)
+    monkeypatch.setattr(source_search, "MOST_FILES", 10)
     for n in range(11):
         (tmp_path / f"{n}").write_text("")
     with pytest.raises(SourceError, match="more than 10 files"):
