@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flopwise.cli.analyze import Progress, _is_file_or_new
-from flopwise.cli.report import _width
+from flopwise.cli.arguments import is_file_or_new, width_of
+from flopwise.cli.progress import Progress
 from flopwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--width",
         metavar="N",
-        type=_width,
+        type=width_of,
         help="columns, 40 to 200 (default: those of the terminal, 100 when piped)",
     )
 
@@ -139,7 +139,7 @@ def _check_target(args: argparse.Namespace) -> None:
         UsageError: it would be.
     """
     target = args.json
-    if target is None or str(target) == "-" or not _is_file_or_new(target):
+    if target is None or str(target) == "-" or not is_file_or_new(target):
         return
     written = os.path.realpath(target)
     for path in (args.old, args.new):
