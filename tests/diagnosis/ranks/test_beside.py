@@ -9,7 +9,8 @@ import pytest
 
 from flopwise.diagnosis.ranks.beside import SHOWN, hangs, routes
 from flopwise.trace.flight import Dump, Entry, Frame, Group
-from flopwise.trace.nccl_log import NcclLog, read_nccl_log
+from flopwise.trace.nccl_log import read_nccl_log
+from flopwise.trace.nccl_records import NcclLog
 from flopwise.trace.stream import TraceError
 
 CALL = Entry(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from flopwise.records.finding import Finding
 from flopwise.trace.flight import Dump
 from flopwise.trace.hang import Stuck, stuck
-from flopwise.trace.nccl_log import NcclLog
+from flopwise.trace.nccl_records import NcclLog
 
 SEEN = "seen"
 SHOWN = 8  # ranks, or warnings, that one sentence names
