@@ -150,6 +150,7 @@ class _Dump(msgspec.Struct):
     pg_config: dict[str, dict[str, str]] = {}
     pg_status: dict[str, dict[str, int]] = {}
     comm_lib_version: str = ""
+    nccl_version: str = ""  # before torch 2.7
 
 
 def read_flight(path: Path, rank: int | None = None) -> Dump:
@@ -272,7 +273,8 @@ def _dump(raw: _Dump, path: str, rank: int | None) -> Dump:
     notes = []
     if entries and entries[0].record_id > 0:
         notes.append(f"the {entries[0].record_id} calls before are no longer in it")
-    return Dump(path, rank, raw.version, raw.comm_lib_version, known, entries, tuple(notes))
+    library = raw.comm_lib_version or raw.nccl_version
+    return Dump(path, rank, raw.version, library, known, entries, tuple(notes))
 
 
 def _status(values: dict[str, int]) -> dict[str, Any]:
