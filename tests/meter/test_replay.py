@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from typing import Any
 
 import pytest
@@ -15,9 +15,7 @@ from flopwise.meter.replay import (
     distance,
     error_words,
     find_loss,
-    map_tensors,
     quieten,
-    tensors_in,
 )
 
 Pair = namedtuple("Pair", ["a", "b"])
@@ -32,38 +30,7 @@ class Output:
 ONE = torch.ones((), requires_grad=True)
 
 
-class TestTrees:
-    def test_tensors_in_every_container(self) -> None:
-        t = [torch.tensor(float(i)) for i in range(6)]
-        tree = {
-            "x": [t[0], (t[1], "text")],
-            "y": Pair(t[2], None),
-            "z": Output(t[3], OrderedDict(k=t[4])),
-        }
-        assert [float(v) for v in tensors_in(tree)] == [0, 1, 2, 3, 4]
-
-    @pytest.mark.parametrize(
-        "tree",
-        [
-            [torch.ones(1), 2],
-            (torch.ones(1),),
-            Pair(torch.ones(1), 3),
-            {"k": torch.ones(1)},
-            OrderedDict(k=torch.ones(1)),
-            Output(torch.ones(1)),
-        ],
-        ids=lambda tree: type(tree).__name__,
-    )
-    def test_mapped_containers_keep_their_kind_and_leave_the_old_one_alone(self, tree: Any) -> None:
-        new = map_tensors(tree, lambda t: t + 1)
-        assert type(new) is type(tree)
-        assert [float(t) for t in tensors_in(new)] == [2.0]
-        assert [float(t) for t in tensors_in(tree)] == [1.0]
-
-    def test_where_nothing_changes_the_object_stays(self) -> None:
-        tree = {"a": [torch.ones(1)], "b": Pair(1, 2)}
-        assert map_tensors(tree, lambda t: t) is tree
-
+class TestLoss:
     @pytest.mark.parametrize(
         "tree",
         [

@@ -22,8 +22,8 @@ import torch.utils.data._utils.pin_memory
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 
+from flopwise.kit.nested import map_tensors
 from flopwise.meter.kept import Rng, kept_rng
-from flopwise.meter.replay import map_tensors
 
 #: Batches that each worker holds ready. Source: the default of torch.utils.data.DataLoader.
 PREFETCH = 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from flopwise.kit.nested import map_tensors, tensors_in
 from flopwise.meter.kept import KeptModule, Rng
 
 
@@ -195,56 +194,6 @@ def _is_scalar(thing: Any) -> TypeGuard[torch.Tensor]:
         and thing.numel() == 1
         and thing.requires_grad
     )
-
-
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yields every tensor in nested lists, tuples, mappings and dataclasses."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from tensors_in(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from tensors_in(value)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for field in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, field.name))
-
-
-def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns the tree with every tensor replaced; a tree in which nothing changes is returned as it is."""
-    if isinstance(tree, torch.Tensor):
-        return change(tree)
-    if isinstance(tree, Mapping):
-        return _rebuilt(tree, {k: map_tensors(v, change) for k, v in tree.items()})
-    if isinstance(tree, (list, tuple)):
-        items = [map_tensors(v, change) for v in tree]
-        if all(a is b for a, b in zip(items, tree, strict=True)):
-            return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-        changed = {n: new for n, v in old.items() if (new := map_tensors(v, change)) is not v}
-        if not changed:
-            return tree
-        twin = copy.copy(tree)
-        for name, value in changed.items():
-            object.__setattr__(twin, name, value)
-        return twin
-    return tree
-
-
-def _rebuilt(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Returns a mapping of the same type with these items."""
-    if all(items[key] is value for key, value in tree.items()):
-        return tree
-    if type(tree) is dict:
-        return items
-    twin = copy.copy(tree)
-    for key, value in items.items():
-        twin[key] = value  # type: ignore[index]
-    return twin
 
 
 def distance(new: list[torch.Tensor | None], old: list[torch.Tensor | None]) -> tuple[float, float]:

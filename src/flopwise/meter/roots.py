@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from flopwise.kit.nested import map_tensors
 from flopwise.meter.found import (
     compiled_parts,
     compiles_own_code,
     describe_batch,
     find_roots,
 )
-from flopwise.meter.replay import Snapshot, map_tensors
+from flopwise.meter.replay import Snapshot
 from flopwise.meter.rows import EVALUATION
 from flopwise.meter.watch import Watch
 

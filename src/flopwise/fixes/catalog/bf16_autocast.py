@@ -11,8 +11,9 @@ from torch.autograd.function import BackwardCFunction
 
 from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, unless_failed
 from flopwise.fixes.slot import AUTOCAST, Call, Layers, Slot, forward_problem, inner
+from flopwise.kit.nested import map_tensors
 from flopwise.meter.parity import compare_forward
-from flopwise.meter.replay import Snapshot, map_tensors
+from flopwise.meter.replay import Snapshot
 from flopwise.meter.yardstick import BFLOAT16
 from flopwise.records.verdict import Parity
 

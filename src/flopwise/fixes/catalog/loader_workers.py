@@ -14,9 +14,10 @@ from torch.utils.data.distributed import DistributedSampler
 from flopwise.fixes.feed import PREFETCH, Feed
 from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, share_reason
 from flopwise.fixes.loader_setting import LoaderSetting, fingerprint
+from flopwise.kit.nested import tensors_in
 from flopwise.meter import limits
 from flopwise.meter.parity import compare_batches
-from flopwise.meter.replay import Snapshot, tensors_in
+from flopwise.meter.replay import Snapshot
 from flopwise.records.verdict import Parity
 
 #: Below this share of waiting for data no trial could show a gain.

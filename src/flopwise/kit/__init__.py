@@ -1,0 +1,4 @@
+"""The parts that the fixes are made of, for use in anyone's own training loop.
+
+Each room stands by itself: `flopwise.kit.input`, `flopwise.kit.precision`, `flopwise.kit.memory`, `flopwise.kit.graph`. They need torch and the standard library, nothing else of flopwise runs, and importing one does not import the others.
+"""

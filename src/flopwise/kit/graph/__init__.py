@@ -1,0 +1,1 @@
+"""Graphs: compiled regions, folded constants, and whole steps captured once and replayed."""

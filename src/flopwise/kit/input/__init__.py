@@ -1,0 +1,1 @@
+"""Input: batches reach the device while it computes, from memory that is page-locked once."""
