@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from flopwise.trace.plain_pickle import RefusedError, plain
-from flopwise.trace.stream import TraceError, _open
+from flopwise.trace.stream import TraceError, opened
 
 #: No dump is larger, bytes: one of 20,000 calls with their stacks has some tens of MB.
 LARGEST_BYTES = 64 << 20
@@ -188,7 +188,7 @@ def _bytes_of(path: Path) -> bytes:
     try:
         if path.is_file() and path.stat().st_size > LARGEST_BYTES:
             raise TraceError(_too_large(path))
-        with _open(path) as file:
+        with opened(path) as file:
             while more := file.read(1 << 20):
                 size += len(more)
                 if size > LARGEST_BYTES:

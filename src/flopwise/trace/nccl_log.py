@@ -10,7 +10,7 @@ from pathlib import Path
 
 from flopwise.trace.nccl_reader import Reader
 from flopwise.trace.nccl_records import NcclLog
-from flopwise.trace.stream import TraceError, _open
+from flopwise.trace.stream import TraceError, opened
 
 #: Longer lines are cut off, bytes: the longest of NCCL's, trees of 64 channels, have some thousands.
 LONGEST_LINE = 64 << 10
@@ -49,7 +49,7 @@ class _Lines:
     def __iter__(self) -> Iterator[str]:
         rest, skipping, size = b"", False, 0
         try:
-            with _open(self._path) as file:
+            with opened(self._path) as file:
                 while more := file.read(1 << 20):
                     size += len(more)
                     *whole, rest = (rest + more).split(b"\n")

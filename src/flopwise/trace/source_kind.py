@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flopwise.trace.nsys import why_not
 from flopwise.trace.nsys_database import MAGIC
-from flopwise.trace.stream import TraceError, _open
+from flopwise.trace.stream import TraceError, opened
 
 #: So much of a file is looked at, bytes once it is uncompressed.
 HEAD_BYTES = 1 << 20
@@ -68,7 +68,7 @@ def head_of(path: Path) -> tuple[bytes, bool]:
     parts: list[bytes] = []
     size = 0
     try:
-        with _open(path) as file:
+        with opened(path) as file:
             while size < HEAD_BYTES and (more := file.read(HEAD_BYTES - size)):
                 parts.append(more)
                 size += len(more)
