@@ -1,0 +1,115 @@
+"""The process groups of a hung job over the dumps of its ranks, and what became of a call on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from flopwise.trace.flight_records import Counts, Dump, Entry
+
+
+@dataclass(frozen=True)
+class Members:
+    """One process group over the ranks that dumped."""
+
+    name: str
+    desc: str
+    ranks: tuple[int, ...]  # all that it has, as far as they are known
+    dumped: tuple[int, ...]
+    calls: dict[int, dict[int, Entry]] = field(default_factory=dict)  # rank -> sequence -> entry
+    numbers: dict[int, str] = field(default_factory=dict)  # rank -> its own number of the group
+    messages: bool = False  # sends and receives are among the calls: they are counted otherwise
+
+
+@dataclass(frozen=True)
+class State:
+    """What became of one call on the ranks of its group; ranks of which that cannot be told are in none of these."""
+
+    called: dict[int, Entry]
+    behind: dict[
+        int, int | None
+    ]  # never called it -> the last number that they reached, None: not known
+    ended: tuple[int, ...]
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The ranks that are in it."""
+        return tuple(rank for rank, entry in sorted(self.called.items()) if not entry.done)
+
+
+def groups_of(by_rank: Mapping[int, Dump]) -> list[Members]:
+    """Returns the process groups; groups of one name with other members are other groups."""
+    found: dict[tuple[str, tuple[int, ...]], Members] = {}
+    for rank, dump in sorted(by_rank.items()):
+        members = {group.name: group.ranks for group in dump.groups}
+        for entry in dump.entries:
+            key = entry.group, members.get(entry.group, ())
+            if key not in found:
+                found[key] = Members(entry.group, entry.group_desc, key[1], ())
+            calls = found[key].calls.setdefault(rank, {})
+            found[key].numbers[rank] = str(entry.pg_id)
+            if entry.is_p2p:
+                found[key] = replace(found[key], messages=True)
+            elif entry.collective_seq_id >= 0:
+                calls.setdefault(entry.collective_seq_id, entry)
+        for known in dump.groups:  # in which this rank may have called nothing yet
+            key = known.name, known.ranks
+            if rank in known.ranks and key in found:
+                found[key].calls.setdefault(rank, {})
+    done = []
+    for group in found.values():
+        dumped = tuple(sorted(r for r in by_rank if r in group.calls or r in group.ranks))
+        if group.ranks == () and group.desc == "default_pg":
+            dumped = tuple(sorted(by_rank))
+        done.append(replace(group, dumped=dumped, ranks=group.ranks or dumped))
+    return done
+
+
+def state_of(group: Members, number: int, by_rank: Mapping[int, Dump]) -> State:
+    """Returns what became of a call of a group, by its number."""
+    called = {r: calls[number] for r, calls in group.calls.items() if number in calls}
+    behind: dict[int, int | None] = {}
+    ended = {rank for rank, entry in called.items() if entry.done}
+    for rank in group.dumped:
+        if rank in called:
+            continue
+        calls, dump = group.calls.get(rank, {}), by_rank[rank]
+        counts = _counts(group, rank, dump)
+        if calls and max(calls) < number:  # the newest calls are in every dump
+            behind[rank] = max(calls)
+        elif counts is not None and (counts.completed or 0) >= number:
+            ended.add(rank)
+        elif calls and (min(calls) > number or dump.only_open):
+            continue  # it called it, and whether it ended is not known
+        elif not calls and counts is not None and counts.enqueued == number - 1:
+            behind[rank] = number - 1
+        elif not dump.truncated and not dump.only_open:
+            behind[rank] = max(calls, default=0)
+        elif not dump.entries:  # it is in no call, while others are in this one
+            behind[rank] = None
+    return State(called, dict(sorted(behind.items())), tuple(sorted(ended)))
+
+
+def _counts(group: Members, rank: int, dump: Dump) -> Counts | None:
+    """Returns how many collectives of a group a rank says it made, None where that cannot be told.
+
+    Which of its groups it says that of, its calls tell; where none of them is in the dump, the others' number of the group, if it
+    is the same on all of them.
+    """
+    if group.messages:
+        return None
+    calls = group.calls.get(rank, {})
+    own = group.numbers.get(rank)
+    others = set(group.numbers.values())
+    if own is None and len(others) == 1 and len(group.numbers) > 1:
+        (own,) = others
+    counts = dump.counts.get(own) if own is not None else None
+    if counts is None or (calls and counts.enqueued != max(calls)):
+        return None
+    return counts
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Returns ranks in words, the first eight by number: "ranks 0, 3"."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) != 1)} " + ", ".join(map(str, ranks[:8])) + more
