@@ -248,12 +248,45 @@ def test_what_launchers_and_collectors_put_before_a_line(read) -> None:  # type:
         *(prefix + via.format(n) for n, prefix in enumerate(before)),
         '{"ts": 1, "log": "' + via.format(8) + '\\n"}',
         '{"log": "' + via.format(9),  # cut off
+        via.format(10).replace("host-10", "<host-10>"),
     )
-    assert log.hosts == tuple(f"host-{n}" for n in range(10))
+    assert log.hosts == (*(f"host-{n}" for n in range(10)), "<host-10>")
     assert [(one.source, one.name, one.gdrdma) for one in log.connections] == [
-        (n, "NET/IB", True) for n in range(10)
+        (n, "NET/IB", True) for n in range(11)
     ]
     assert log.unreadable == 0
+
+
+def test_communicators_that_are_split_from_another_are_one_over_their_ranks(read) -> None:  # type: ignore[no-untyped-def]
+    """As versions 2.18 to 2.27 write them, and 2.28: ranks 0 and 2 are one half, 1 and 3 the other, and 0 and 2 once more."""
+    child = "ncclCommSplit comm 0x66{0}{1} rank {2} nranks 2 cudaDev {0} nvmlDev {0} busId {0}d000 parent 0x55{0:02d} {4}Count {1} color {3} key {2}"
+    parts: list[list[str] | str] = [start(rank, 4) for rank in range(4)]
+    for rank in range(4):
+        for number in (1, 2) if rank in (0, 2) else (1,):
+            said = child.format(
+                rank, number, rank // 2, 900 + rank % 2, "split" if rank < 2 else "child"
+            )
+            parts.append(lines(rank, f"{said}- Init START", f"{said} - Init COMPLETE"))
+    parts.append(lines(2, "Channel 00/0 : 0[0] -> 1[2] via P2P/IPC"))
+    log = read(*parts)
+    assert {one.id: [m.pid for m in one.members] for one in log.communicators} == {
+        "0xabc": [1000, 1001, 1002, 1003],
+        "0xabc/1/900": [1000, 1002],
+        "0xabc/1/901": [1001, 1003],
+        "0xabc/2/900": [1000, 1002],
+    }
+    assert all(one.missing == one.incomplete == () for one in log.communicators)
+    assert (log.connections[0].communicator, log.unreadable) == ("0xabc/2/900", 0)
+
+
+def test_a_communicator_that_is_split_from_one_before_the_log_is_its_ranks_own(read) -> None:  # type: ignore[no-untyped-def]
+    said = "ncclCommSplit comm 0x661 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId d000 parent 0x55 splitCount 1 color 9 key 0 - Init COMPLETE"
+    (comm,) = read(lines(0, said)).communicators
+    assert (comm.id, comm.missing) == ("node1:1000:0x661", (1,))
+
+
+def test_prose_about_versions_names_none(read) -> None:  # type: ignore[no-untyped-def]
+    assert read("Both have the same NCCL version and driver.", "NCCL version 2.21.5+cuda12.4").versions == ("2.21.5+cuda12.4",)  # fmt: skip
 
 
 def test_where_a_warning_comes_from(read) -> None:  # type: ignore[no-untyped-def]

@@ -13,6 +13,7 @@ from flopwise.trace.nccl_patterns import (
     ID,
     NET,
     NODES,
+    PARENT,
     RING,
     TREE,
 )
@@ -74,7 +75,11 @@ class Communicators:
         if "Destroy" in more or "Abort" in more:
             self._by_address.pop(address, None)
             return
-        name = given[1] if given else known or f"{speaker.host}:{speaker.pid}:{match['address']}"
+        name = (
+            given[1]
+            if given
+            else known or self._split(speaker, more) or ":".join(map(str, address))
+        )
         comm = self.comms.get(name)
         if comm is None or comm.nranks != n:
             if len(self.comms) >= MOST_KEPT:
@@ -101,6 +106,17 @@ class Communicators:
         nodes = NODES.search(more)
         if nodes is not None:
             comm.nodes = int(nodes[1])
+
+    def _split(self, speaker: Speaker, more: str) -> str | None:
+        """Returns the name of a communicator that was split from one with a name: all its ranks give the same numbers.
+
+        Source: NVIDIA/nccl src/init.cc, ncclCommInitRankFunc, which makes the communicator's hash of these.
+        """
+        match = PARENT.search(more)
+        if match is None:
+            return None
+        parent = self._by_address.get((speaker.host, speaker.pid, match["parent"]))
+        return f"{parent}/{match['count']}/{match['color']}" if parent is not None else None
 
     def ready(self, speaker: Speaker, rank: int, n: int) -> None:
         """Notes that a rank's initialisation ended, by the line behind that which says so: that may be torn where ranks write at once."""

@@ -20,9 +20,9 @@ DATATYPES = (
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 NOT_SHOWN = re.compile(r"[\x00-\x1f\x7f-\x9f]+")
 #: What precedes a message: host, process, thread and device, of a warning the line of the source; launchers put words of their
-#: own before it.
+#: own before it, and in published logs a host may be a word in angle brackets.
 PREFIX = re.compile(
-    r"(?<![^\s:<>\[\]()|,\"'])(?P<host>[^\s:<>\[\]()|,\"']{1,255}):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) \[(?P<device>\d{1,5})\]"
+    r"(?<![^\s:<>\[\]()|,\"'])(?P<host><[\w.-]{1,64}>|[^\s:<>\[\]()|,\"']{1,255}):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) \[(?P<device>\d{1,5})\]"
     r"(?P<where>.{0,200}?) ?NCCL (?P<level>INFO|WARN|TRACE|ABORT) ?"
 )
 #: Messages are cut off here but for trees, characters.
@@ -32,7 +32,7 @@ SPOT = re.compile(
     r"(?:^|[\s)])([\w./:~<>-]{1,200}?(?:\([\w ,*&:<>]{0,200}\))?:\d{1,7})(?: \([^()]*\))?\s*$"
 )
 SIGN = re.compile(r"\bNCCL (?:INFO|WARN|version)\b")
-VERSION = re.compile(r"[NR]CCL version ([\w.+-]{1,60})")
+VERSION = re.compile(r"[NR]CCL version (\d[\w.+-]{0,60})")
 INIT = re.compile(
     r"(?:\[Rank \d+\] )?(?P<call>\w+ )?comm (?P<address>0x[0-9a-f]{1,16}|\(nil\)) rank (?P<rank>\d{1,9}) n[rR]anks (?P<n>\d{1,9})"
     r"(?P<more>.{0,400})"
@@ -42,6 +42,10 @@ READY = re.compile(r"Init timings(?: - \w+)?: rank (?P<rank>\d{1,9}) nranks (?P<
 BUS = re.compile(r"busId (\w{1,20})")
 DEVICE = re.compile(r"cudaDev (\d{1,5})")
 ID = re.compile(r"commId (0x[0-9a-f]{1,16})")
+#: Of a communicator split from another one; no version gives it an id in these lines. From 2.28 on it is a count of children.
+PARENT = re.compile(
+    r"parent (?P<parent>0x[0-9a-f]{1,16}) (?:split|child)Count (?P<count>\d{1,9}) color (?P<color>-?\d{1,11})"
+)
 NODES = re.compile(r"nNodes (\d{1,7})")
 CHANNEL = re.compile(
     r"Channel (?P<channel>\d{1,4})(?:/\d{1,4})? : (?P<source>\d{1,9})\[\w+\] -> (?P<target>\d{1,9})\[\w+\] "

@@ -42,7 +42,9 @@ class Member:
 class Communicator:
     """One communicator, over all its ranks in the log."""
 
-    id: str  # "0x4dd4..."; of versions before 2.14, which give none, host, process and address of one rank
+    #: "0x4dd4..."; of one split from another its parent's, the number of the split and the color; of versions before 2.16, which
+    #: give none, host, process and address of one rank.
+    id: str
     nranks: int
     members: tuple[Member, ...]  # by rank
     nodes: int | None
