@@ -158,7 +158,7 @@ def _one(args: argparse.Namespace, peak: Peak | None, source: Source | None = No
             progress.end()
     given = Given(peak=peak)
     taken = take(trace, args.device, given)
-    found = summary_of_taken(taken, Wanted(str(path), None, None, args.device, given))
+    found = summary_of_taken(trace, taken, Wanted(str(path), None, None, args.device, given))
     if found.ledger is None:
         raise FlopwiseError(found.reason or f"{path}: there is no ledger")
     record = found.ledger

@@ -73,14 +73,17 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
         return dataclasses.replace(
             no_ledger(known, str(error)), events=len(trace.events), defects=wrong
         )
-    return summary_of_taken(taken, wanted, ledger)
+    return summary_of_taken(trace, taken, wanted, ledger)
 
 
 def summary_of_taken(
-    taken: Taken, wanted: Wanted, ledger: LedgerRecord | None = None
+    trace: Trace, taken: Taken, wanted: Wanted, ledger: LedgerRecord | None = None
 ) -> RankSummary:
-    """Returns what one rank's trace comes down to, once it is taken apart; arguments as in `summary_of`."""
-    trace, known = taken.trace, _known(taken.trace, wanted)
+    """Returns what one rank's trace comes down to, once it is taken apart: `taken` has only the events that can be used.
+
+    Arguments as in `summary_of`.
+    """
+    known = _known(trace, wanted)
     rank = known.rank
     record = ledger
     if record is None and wanted.ledger:
