@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field
 
@@ -96,7 +97,7 @@ class Dump:
     #: By the number that the rank itself gives a group; which group that is, only calls in the dump say.
     counts: dict[str, Counts] = field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def open(self) -> tuple[Entry, ...]:
         """The calls that did not end."""
         return tuple(entry for entry in self.entries if not entry.done)

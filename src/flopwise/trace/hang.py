@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flopwise.trace.flight_records import P2P, Dump, Entry
-from flopwise.trace.hang_groups import Members, State, groups_of, listed, state_of
+from flopwise.trace.hang_groups import Members, State, groups_of, listed, standings, state_of
 from flopwise.trace.stream import TraceError
 
 #: Operations whose ranks may give, or get, different amounts. Source: pytorch/pytorch
@@ -92,8 +92,9 @@ def roots(found: Sequence[Stuck]) -> list[Stuck]:
 
 def _first_trouble(group: Members, by_rank: dict[int, Dump]) -> Stuck | None:
     numbers = {number for calls in group.calls.values() for number in calls}
+    ranks = standings(group, by_rank)
     for number in sorted(numbers):
-        state = state_of(group, number, by_rank)
+        state = state_of(group, number, ranks)
         other = _mismatched(state.called)
         if state.behind or other or state.waiting:
             return _told(group, number, state, other, by_rank)

@@ -22,6 +22,17 @@ class Members:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """What the dump of one rank holds of a group."""
+
+    first: int | None  # the numbers of its calls, None where it holds none
+    last: int | None
+    counts: Counts | None  # how far it says that it came, None where that cannot be told
+    nothing: bool  # the dump holds no call of any group
+    whole: bool  # neither older calls nor those that ended are left out
+
+
+@dataclass(frozen=True)
 class State:
     """What became of one call on the ranks of its group; ranks of which that cannot be told are in none of these."""
 
@@ -65,32 +76,46 @@ def groups_of(by_rank: Mapping[int, Dump]) -> list[Members]:
     return done
 
 
-def state_of(group: Members, number: int, by_rank: Mapping[int, Dump]) -> State:
+def standings(group: Members, by_rank: Mapping[int, Dump]) -> dict[int, Standing]:
+    """Returns what the dumps of a group's ranks hold of it."""
+    found = {}
+    for rank in group.dumped:
+        calls, dump = group.calls.get(rank, {}), by_rank[rank]
+        last = max(calls, default=None)
+        found[rank] = Standing(
+            first=min(calls, default=None),
+            last=last,
+            counts=_counts(group, rank, last, dump),
+            nothing=not dump.entries,
+            whole=not dump.truncated and not dump.only_open,
+        )
+    return found
+
+
+def state_of(group: Members, number: int, ranks: Mapping[int, Standing]) -> State:
     """Returns what became of a call of a group, by its number."""
     called = {r: calls[number] for r, calls in group.calls.items() if number in calls}
     behind: dict[int, int | None] = {}
     ended = {rank for rank, entry in called.items() if entry.done}
-    for rank in group.dumped:
+    for rank, of in ranks.items():
         if rank in called:
             continue
-        calls, dump = group.calls.get(rank, {}), by_rank[rank]
-        counts = _counts(group, rank, dump)
-        if calls and max(calls) < number:  # the newest calls are in every dump
-            behind[rank] = max(calls)
-        elif counts is not None and (counts.completed or 0) >= number:
+        made = of.counts.enqueued if of.counts is not None else None
+        if of.last is not None and of.last < number:  # the newest calls are in every dump
+            behind[rank] = of.last
+        elif of.counts is not None and (of.counts.completed or 0) >= number:
             ended.add(rank)
-        elif calls and (min(calls) > number or dump.only_open):
-            continue  # it called it, and whether it ended is not known
-        elif not calls and counts is not None and counts.enqueued == number - 1:
-            behind[rank] = number - 1
-        elif not dump.truncated and not dump.only_open:
-            behind[rank] = max(calls, default=0)
-        elif not dump.entries:  # it is in no call, while others are in this one
+        elif of.last is None and made == number - 1:
+            behind[rank] = made
+        elif of.whole:
+            behind[rank] = of.last or 0
+        elif of.nothing:  # it is in no call, while others are in this one
             behind[rank] = None
+        # Else it called it, and whether it ended is not known; or the dump no longer tells.
     return State(called, dict(sorted(behind.items())), tuple(sorted(ended)))
 
 
-def _counts(group: Members, rank: int, dump: Dump) -> Counts | None:
+def _counts(group: Members, rank: int, last: int | None, dump: Dump) -> Counts | None:
     """Returns how many collectives of a group a rank says it made, None where that cannot be told.
 
     Which of its groups it says that of, its calls tell; where none of them is in the dump, the others' number of the group, if it
@@ -98,13 +123,12 @@ def _counts(group: Members, rank: int, dump: Dump) -> Counts | None:
     """
     if group.messages:
         return None
-    calls = group.calls.get(rank, {})
     own = group.numbers.get(rank)
-    others = set(group.numbers.values())
-    if own is None and len(others) == 1 and len(group.numbers) > 1:
-        (own,) = others
+    if own is None and len(group.numbers) > 1:
+        others = set(group.numbers.values())
+        own = others.pop() if len(others) == 1 else None
     counts = dump.counts.get(own) if own is not None else None
-    if counts is None or (calls and counts.enqueued != max(calls)):
+    if counts is None or (last is not None and counts.enqueued != last):
         return None
     return counts
 

@@ -10,30 +10,8 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
+from flopwise.trace import nccl_patterns as patterns
 from flopwise.trace.nccl_communicators import MOST_KEPT, Communicators, Kept, Speaker
-from flopwise.trace.nccl_patterns import (
-    ALGORITHMS,
-    CALL,
-    CHOICE,
-    COLOUR,
-    COUNTS,
-    CUDA,
-    DATATYPES,
-    INIT,
-    KNOWN,
-    LONGEST_MESSAGE,
-    NETWORK,
-    NOT_SHOWN,
-    NVLS,
-    PREFIX,
-    PROTOCOLS,
-    READY,
-    SET,
-    SIGN,
-    SPOT,
-    VERSION,
-    named,
-)
 from flopwise.trace.nccl_records import (
     Choice,
     Communicator,
@@ -69,17 +47,17 @@ class Reader:
         if "NCCL" not in line:
             return
         for part in _unpacked(line):
-            self._line(COLOUR.sub("", part).rstrip())
+            self._line(patterns.COLOUR.sub("", part).rstrip())
 
     def _line(self, line: str) -> None:
-        version = VERSION.search(line)
+        version = patterns.VERSION.search(line)
         if version is not None:
             self._note(self._versions, version[1])
         found = list(
-            itertools.islice(PREFIX.finditer(line), 64)
+            itertools.islice(patterns.PREFIX.finditer(line), 64)
         )  # several where ranks write at once
         if not found:
-            sign = SIGN.search(line)
+            sign = patterns.SIGN.search(line)
             self.nccl_lines += sign is not None
             self._kept.unreadable += sign is not None and version is None
             return
@@ -95,10 +73,14 @@ class Reader:
         self._note(self._hosts, host)
         speaker = Speaker(host, int(match["pid"]), int(match["tid"]), int(match["device"]))
         if not text.startswith("Trees"):
-            text = text[:LONGEST_MESSAGE]
+            text = text[: patterns.LONGEST_MESSAGE]
         if match["level"] == "WARN":
             self._warning(speaker, match["where"].strip(), text)
-        elif match["level"] == "INFO" and not self._read(speaker, text) and KNOWN.match(text):
+        elif (
+            match["level"] == "INFO"
+            and not self._read(speaker, text)
+            and patterns.KNOWN.match(text)
+        ):
             self._kept.unreadable += 1
 
     def _note(self, into: dict[str, None], value: str) -> None:
@@ -136,7 +118,7 @@ class Reader:
         self._communicators.counts(speaker, match)
 
     def _set(self, speaker: Speaker, match: re.Match[str]) -> None:
-        value = NOT_SHOWN.sub(" ", match["value"]).strip().removesuffix(".")
+        value = patterns.NOT_SHOWN.sub(" ", match["value"]).strip().removesuffix(".")
         values = self._environment.get(match["name"])
         if values is None:
             if len(self._environment) >= MOST_WARNINGS:
@@ -149,8 +131,8 @@ class Reader:
             self._kept.unkept += 1
 
     def _warning(self, speaker: Speaker, where: str, text: str) -> None:
-        text = NOT_SHOWN.sub(" ", text)[:1000]
-        spot = SPOT.search(NOT_SHOWN.sub(" ", where))
+        text = patterns.NOT_SHOWN.sub(" ", text)[:1000]
+        spot = patterns.SPOT.search(patterns.NOT_SHOWN.sub(" ", where))
         where = spot[1] if spot is not None else ""
         key = where, re.sub(r"0x[0-9a-f]+|\d+", "#", text)  # of one kind, whatever the numbers are
         old = self._warned.get(key)
@@ -174,8 +156,8 @@ class Reader:
     def _choice(self, speaker: Speaker, match: re.Match[str]) -> None:
         key = (
             match["op"] or "",
-            named(match["algorithm"], ALGORITHMS),
-            named(match["protocol"], PROTOCOLS),
+            patterns.named(match["algorithm"], patterns.ALGORITHMS),
+            patterns.named(match["protocol"], patterns.PROTOCOLS),
         )
         n = int(match["bytes"])
         channels = int(match["high"]) - int(match["low"]) + 1 if match["high"] else -1
@@ -189,7 +171,11 @@ class Reader:
 
     def _operation(self, speaker: Speaker, match: re.Match[str]) -> None:
         number = int(match["type"])
-        name, size = DATATYPES[number] if number < len(DATATYPES) else (f"type {number}", 0)
+        name, size = (
+            patterns.DATATYPES[number]
+            if number < len(patterns.DATATYPES)
+            else (f"type {number}", 0)
+        )
         key = match["op"], name, int(match["n"] or -1)
         old = self._operations.get(key)
         nbytes = size * int(match["count"])
@@ -201,15 +187,15 @@ class Reader:
             self._kept.unkept += 1
 
     _PLAIN: tuple[tuple[re.Pattern[str], Callable[[Reader, Speaker, re.Match[str]], None]], ...] = (
-        (INIT, _init),
-        (READY, _ready),
-        (COUNTS, _counts),
-        (SET, _set),
-        (CHOICE, _choice),
-        (CALL, _operation),
-        (NETWORK, _network),
-        (NVLS, _multicast),
-        (CUDA, _driver),
+        (patterns.INIT, _init),
+        (patterns.READY, _ready),
+        (patterns.COUNTS, _counts),
+        (patterns.SET, _set),
+        (patterns.CHOICE, _choice),
+        (patterns.CALL, _operation),
+        (patterns.NETWORK, _network),
+        (patterns.NVLS, _multicast),
+        (patterns.CUDA, _driver),
     )
 
     # ------------------------------------------------------------------ the result
@@ -255,7 +241,7 @@ class Reader:
             if len(values) > 1:
                 yield f"{name} is not the same on all ranks: {', '.join(list(values)[:4])}"
         if not comms:
-            yield "no communicator is in the log: NCCL_DEBUG=INFO with the subsystem INIT says so"
+            yield "no communicator is in the log: NCCL_DEBUG=INFO with the subsystem patterns.INIT says so"
         if self._kept.unkept:
             yield f"{self._kept.unkept} things were beyond the limits of what is kept"
 

@@ -45,8 +45,9 @@ def _cure(one: Stuck) -> str:
     if one.verdict == "mismatched":
         return "let all ranks of the group call the same operations with the same sizes in the same order"
     if one.verdict == "missing":
+        behind = one.idle or tuple(one.behind)
         return (
-            f"look at what {listed(one.idle or tuple(one.behind))} does instead: an exception that was caught, another branch, fewer batches than the others "
+            f"look at what {listed(behind)} {'does' if len(behind) == 1 else 'do'} instead: an exception that was caught, another branch, fewer batches than the others "
             "(join(), drop_last), or a process that is gone"
         )
     if one.verdict == "partial":
