@@ -84,6 +84,12 @@ def test_many_calls_that_nothing_explains_are_few_findings() -> None:
     assert [one.evidence.endswith("3 more calls did not end, which may be for this") for one in found] == [True] + [False] * (SHOWN - 1)  # fmt: skip
 
 
+def test_of_ranks_without_a_dump_it_is_not_known_that_they_called_it() -> None:
+    (found,) = hangs([dump(0, {}, OPEN), dump(1, {}, OPEN)])
+    assert found.evidence.endswith("ranks 0, 1 wait in it; rank 2 has no dump")
+    assert found.advice.startswith("see whether rank 2 still runs, and find the dumps")
+
+
 def test_two_dumps_of_one_rank() -> None:
     with pytest.raises(TraceError):
         hangs([dump(0, {}), dump(0, {})])

@@ -47,8 +47,8 @@ def _cure(one: Stuck) -> str:
     if one.verdict == "missing":
         behind = one.idle or tuple(one.behind)
         return (
-            f"look at what {listed(behind)} {'does' if len(behind) == 1 else 'do'} instead: an exception that was caught, another branch, fewer batches than the others "
-            "(join(), drop_last), or a process that is gone"
+            f"look at what {listed(behind)} {'does' if len(behind) == 1 else 'do'} instead: an exception that was caught, another branch, "
+            "fewer batches than the others (join(), drop_last), or a process that is gone"
         )
     if one.verdict == "partial":
         return (
@@ -57,6 +57,11 @@ def _cure(one: Stuck) -> str:
         )
     if one.idle:
         return f"look at what {listed(one.idle)} does instead of the other half of it"
+    if one.no_dump:
+        return (
+            f"see whether {listed(one.no_dump)} still {'runs' if len(one.no_dump) == 1 else 'run'}, and find the dumps: whether the call "
+            "was made there is not known"
+        )
     return "all ranks called it: look at the network and the devices (NCCL_DEBUG=INFO, dmesg, nvidia-smi)"
 
 
