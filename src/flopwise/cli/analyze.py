@@ -218,16 +218,12 @@ def _tables(
 
 def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> int:
     """Reports a job by the traces of its ranks."""
-    from flopwise.errors import UsageError
-    from flopwise.measurement.jobs import TRACES, conclude, read_ranks
+    from flopwise.errors import FlopwiseError
+    from flopwise.measurement.jobs import conclude, read_ranks
     from flopwise.records import store
     from flopwise.reports.terminal import render_job
 
-    ranks_of = [one for one in sources if one.kind in TRACES]
-    if args.device is not None and len(ranks_of) > 1:
-        raise UsageError("--device chooses in one trace: give the file of one rank")
-    if args.perfetto is not None:
-        raise UsageError("--perfetto copies one trace: give the file of one rank")
+    _check_one(args, sources)
     told = Ranks() if sys.stderr.isatty() else None
     with contextlib.ExitStack() as stack:
         if told is not None:
@@ -245,6 +241,8 @@ def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> i
             executor=executor,
             told=told,
         )
+        if args.device is not None and ranks and ranks[0].device is None:
+            raise FlopwiseError(f"--device {args.device}: {ranks[0].reason}")
         record = conclude(sources, ranks)
 
     def text() -> str:
@@ -261,6 +259,30 @@ def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> i
     written = [] if args.tables is None else _tables(args, ranks, None)
     partial = not args.no_ledger and any(one.ledger is None for one in record.ranks)
     return _put(args, text, page, shown, written, partial=partial)
+
+
+def _check_one(args: argparse.Namespace, sources: Sources) -> None:
+    """Checks the options that ask something of one trace alone.
+
+    Raises:
+        UsageError: that is not what there is.
+    """
+    from flopwise.measurement.jobs import TRACES
+
+    kinds = [one.kind for one in sources if one.kind in TRACES]
+    if args.device is not None:
+        if len(kinds) > 1:
+            raise UsageError("--device chooses in one trace: give the file of one rank")
+        if kinds == ["run"]:
+            raise UsageError("--device chooses in a trace: a run folder has one device a rank")
+    if args.perfetto is not None:
+        if len(kinds) > 1:
+            raise UsageError("--perfetto copies one trace: give the file of one rank")
+        if args.no_ledger:
+            raise UsageError("--perfetto draws the ledger's lines: leave out --no-ledger")
+        raise UsageError(
+            "--perfetto copies the file of one trace of the PyTorch profiler: give that"
+        )
 
 
 def _put(
