@@ -162,6 +162,7 @@ def test_a_call_may_have_ended_where_it_is_not_known() -> None:
         ((8, 8), 8, "rank 2 never called it: it reached 8, and is in no call"),
         (None, None, "rank 2 is in no call, and how far it came in this group its dump does not say"),
         ((3, 3), None, "rank 2 is in no call, and how far it came in this group its dump does not say"),
+        ((11, 11), None, "rank 2 is in no call, and how far it came in this group its dump does not say"),
     ],
 )  # fmt: skip
 def test_a_rank_without_open_calls_is_behind(counts: tuple[int, int] | None, reached: int | None, said: str) -> None:  # fmt: skip
@@ -169,6 +170,12 @@ def test_a_rank_without_open_calls_is_behind(counts: tuple[int, int] | None, rea
     (found,) = stuck(dumps)
     assert (found.verdict, found.sequence, found.behind, found.culprits) == ("missing", 9, {2: reached}, (2,))  # fmt: skip
     assert said in found.evidence
+
+
+def test_a_rank_without_open_calls_may_have_ended_what_the_others_wait_in() -> None:
+    dumps = [open_only(r, 9, 2, (10, 8)) for r in (0, 1, 3)] + [open_only(2, 0, 0, (10, 10))]
+    (found,) = stuck(dumps)
+    assert (found.verdict, found.sequence, found.ended, found.waiting) == ("partial", 9, (2,), (0, 1, 3))  # fmt: skip
 
 
 def test_counts_tell_nothing_where_messages_are_counted_with_the_calls() -> None:

@@ -118,8 +118,8 @@ def state_of(group: Members, number: int, ranks: Mapping[int, Standing]) -> Stat
 def _counts(group: Members, rank: int, last: int | None, dump: Dump) -> Counts | None:
     """Returns how many collectives of a group a rank says it made, None where that cannot be told.
 
-    Which of its groups it says that of, its calls tell; where none of them is in the dump, the others' number of the group, if it
-    is the same on all of them.
+    Which of its groups it says that of, its calls tell. Where none of them is in the dump, it is taken to be the others' number of
+    the group, if that is the same on all of them and the rank would not have made calls there that none of the others has.
     """
     if group.messages:
         return None
@@ -128,9 +128,12 @@ def _counts(group: Members, rank: int, last: int | None, dump: Dump) -> Counts |
         others = set(group.numbers.values())
         own = others.pop() if len(others) == 1 else None
     counts = dump.counts.get(own) if own is not None else None
-    if counts is None or (last is not None and counts.enqueued != last):
+    if counts is None or counts.enqueued is None:
         return None
-    return counts
+    if last is None:
+        most = max((max(calls, default=0) for calls in group.calls.values()), default=0)
+        return counts if counts.enqueued <= most else None
+    return counts if counts.enqueued == last else None
 
 
 def listed(ranks: Sequence[int]) -> str:
