@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flopwise.cli import analyze, main
+from flopwise.cli import main
 from flopwise.records import store
 from flopwise.records.ledger import SCHEMA, LedgerRecord
 
@@ -343,34 +343,6 @@ def test_it_needs_no_torch(training: Any) -> None:
     )  # fmt: skip
     assert done.stderr == "0\n"
     assert "useful work" in done.stdout
-
-
-def test_progress_of_what_takes_long(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = iter([0.0, 1.0, 4.0, 4.1, 5.0, 9.0])
-    monkeypatch.setattr(analyze.time, "monotonic", lambda: next(now))
-    progress = analyze.Progress("a\x1b.json")
-    for n_bytes in (1_000_000, 8_000_000, 9_000_000, 20_000_000):
-        progress(n_bytes)
-    # nothing in the first two seconds, and no more often than twice a second
-    progress.end()
-    said = capsys.readouterr().err.split("\r")
-    assert said == ["", r"a\x1b.json: 8 MB read, 2 MB/s ", "a\\x1b.json: 20 MB read, 4 MB/s \n"]
-    analyze.Progress("b.json").end()
-    assert capsys.readouterr().err == ""
-
-
-def test_how_many_ranks_are_read_is_said_at_the_end_in_any_case(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = iter([0.0, 1.0, 4.0, 4.1, 4.2])
-    monkeypatch.setattr(analyze.time, "monotonic", lambda: next(now))
-    told = analyze.Ranks()
-    for done in (1, 2, 3, 4):
-        told(done, 4)
-    told.end()
-    assert capsys.readouterr().err == "\r2 of 4 ranks read \r4 of 4 ranks read \n"
 
 
 @pytest.mark.parametrize("option", ["--json", "--html"])

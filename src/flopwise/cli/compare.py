@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flopwise.cli.analyze import Progress, _is_file_or_new
-from flopwise.cli.report import _width
+from flopwise.cli.arguments import is_file_or_new, width_of
+from flopwise.cli.progress import Progress
 from flopwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--width",
         metavar="N",
-        type=_width,
+        type=width_of,
         help="columns, 40 to 200 (default: those of the terminal, 100 when piped)",
     )
 
@@ -152,7 +152,7 @@ def _check_targets(args: argparse.Namespace) -> None:
         if _is_a_job(path):
             folders.append(os.path.realpath(path))
     for option, target in (("--json", args.json), ("--html", args.html)):
-        if target is None or str(target) == "-" or not _is_file_or_new(target):
+        if target is None or str(target) == "-" or not is_file_or_new(target):
             continue
         written = os.path.realpath(target)
         if written in taken:

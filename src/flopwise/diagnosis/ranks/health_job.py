@@ -97,8 +97,9 @@ def _world(summaries: Sequence[RankSummary]) -> int:
 
 
 def _names(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
+    ranks_in = Counter(one.path for one in summaries)
     for one in summaries:
-        named = named_rank(one.path)
+        named = named_rank(one.path) if ranks_in[one.path] == 1 else None
         if named is not None and one.rank is not None and named != one.rank:
             yield defect(
                 "H208",
