@@ -674,3 +674,86 @@ def test_a_replay_that_fails_leaves_the_eager_result(graphs: Any) -> None:
     fallback(
         graphs, torch.optim.SGD, options, batches(20), "a replay fails (RuntimeError: CUDA error"
     )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_a_script_does_between_steps_the_end_is_the_same(graphs: Any, seed: int) -> None:
+    """Random programs of what scripts do between steps, run with graphs and without."""
+
+    def play(captured: bool) -> tuple[Net, list[float], Any]:
+        net, optimizer, whole = training(torch.optim.SGD, lr=0.125, momentum=0.5, fused=True)
+
+        def part(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = F.cross_entropy(net(x), y) / 4
+            loss.backward()
+            return loss
+
+        steps: list[Any] = [whole, part]
+        if captured:
+            steps = [
+                CapturedStep(s, net, optimizer, surface=graphs, warm_up=2, verify=1) for s in steps
+            ]
+        choice = random.Random(seed)
+        saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        losses = []
+        torch.manual_seed(7)
+        for x, y in batches(120, [8, 8, 8, 5]):
+            losses.append(steps[choice.random() < 0.3](x, y).item())
+            event = choice.randrange(16)
+            group = optimizer.param_groups[0]
+            if event < 3:
+                group["lr"] = 2.0 ** -choice.randrange(3, 6)
+            elif event == 3:
+                optimizer.zero_grad(set_to_none=choice.random() < 0.5)
+            elif event == 4:
+                net.norm.train(not net.norm.training)
+            elif event == 5:
+                torch.rand(3)
+            elif event == 6 and choice.random() < 0.3:
+                saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+            elif event == 7 and choice.random() < 0.3:
+                net.load_state_dict(saved[0])
+                optimizer.load_state_dict(copy.deepcopy(saved[1]))
+            elif event == 8 and choice.random() < 0.3:
+                group["weight_decay"] = choice.choice([0.0, 0.25])
+            elif event == 9:
+                with torch.no_grad():
+                    for p in net.parameters():
+                        p.mul_(0.875)
+            elif event == 10:
+                optimizer.step()
+        return net, losses, [s.report() for s in steps] if captured else None
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphWarning)  # some programs change too much
+        net, losses, reports = play(True)
+    twin, expected, _ = play(False)
+    assert losses == expected
+    assert_same(net, twin)
+    assert sum(r.replays for r in reports) > 10, [str(r) for r in reports]
+
+
+def test_parameters_added_to_the_optimizer_are_trained(graphs: Any) -> None:
+    def trained(captured: bool) -> nn.Module:
+        torch.manual_seed(3)
+        net = Net()
+        optimizer = torch.optim.SGD(
+            [*net.first.parameters(), *net.norm.parameters()], lr=0.125, momentum=0.5, fused=True
+        )
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(net(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run_step = CapturedStep(step, net, optimizer, surface=graphs) if captured else step
+        run(run_step, batches(14))
+        net.last.zero_grad()
+        optimizer.add_param_group({"params": list(net.last.parameters()), "lr": 0.25})
+        run(run_step, batches(14))
+        return net
+
+    assert_same(trained(True), trained(False))
+    assert len(graphs.graphs) == 2

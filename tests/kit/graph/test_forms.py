@@ -41,12 +41,19 @@ def test_which_optimizers_can_be_captured(
     assert Form(optimizer).problem() == problem
 
 
-def test_hooks_sparse_gradients_and_missing_momentum_are_reasons() -> None:
+def test_hooks_sparse_gradients_and_missing_state() -> None:
     net, optimizer = trained(torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert Form(optimizer).waiting() is None
     optimizer.state[net.bias].clear()
-    assert Form(optimizer).problem() == "some parameters of SGD have no momentum yet"
+    assert Form(optimizer).waiting() == "some parameters of SGD have no momentum yet"
     net.bias.grad = None  # frozen: the kernel does not see it
-    assert Form(optimizer).problem() is None
+    assert Form(optimizer).waiting() is None
+    _, adam = trained(torch.optim.AdamW)
+    assert Form(adam).waiting() is None
+    adam.state.clear()
+    assert Form(adam).waiting() == "some parameters of AdamW have no state yet"
+    _, plain = trained(torch.optim.SGD, lr=0.1)
+    assert Form(plain).waiting() is None
     optimizer.register_step_post_hook(lambda *_: None)
     assert Form(optimizer).problem() == "SGD has hooks on its step, which a replay would not call"
     embedding = nn.Embedding(4, 2, sparse=True)
@@ -108,3 +115,16 @@ def test_counters_go_to_the_device_and_come_back_with_the_steps_made() -> None:
     form.undo()
     assert [optimizer.state[p]["step"] for p in net.parameters()] == counters
     assert [c.item() for c in counters] == [5.0, 6.0]
+
+
+def test_counters_of_a_state_that_was_loaded_follow_to_the_device() -> None:
+    net = nn.Linear(2, 2, device="meta")
+    optimizer = torch.optim.AdamW(net.parameters())
+    form = Form(optimizer)
+    form.prepare()
+    loaded = {
+        p: {"step": torch.tensor(4.0), "exp_avg": torch.empty_like(p)} for p in net.parameters()
+    }
+    optimizer.state = loaded
+    with form.applied():
+        assert all(e["step"].device.type == "meta" for e in loaded.values())

@@ -37,10 +37,11 @@ class Form:
         self._rates: list[torch.Tensor] = []
         self._last: list[Any] = []
         self._moved: list[tuple[Any, str, torch.Tensor]] = []  # counters as they were, on the host
+        self._state: Any = None  # whose counters have been moved
         self.prepared = False
 
     def problem(self) -> str | None:
-        """Returns why this optimizer cannot be captured, or None. After a step, so that its state is there."""
+        """Returns why this optimizer cannot be captured, or None."""
         kind, groups = type(self.optimizer), self.optimizer.param_groups
         name = kind.__name__
         own = kind in CAPTURABLE or kind in FUSED
@@ -53,41 +54,45 @@ class Form:
             return f"{name} has hooks on its step, which a replay would not call"
         if any(p.grad is not None and p.grad.is_sparse for g in groups for p in g["params"]):
             return "a gradient is sparse"
-        if (
-            kind is optim.SGD
-            and any(g.get("momentum") for g in groups)
-            and not self._has_momentum()
-        ):
-            return "some parameters of SGD have no momentum yet"
         return None
 
-    def _has_momentum(self) -> bool:
-        state = self.optimizer.state
-        return all(
-            isinstance(state.get(p, {}).get("momentum_buffer"), torch.Tensor)
-            for g in self.optimizer.param_groups
-            if g["momentum"]
-            for p in g["params"]
-            if p.grad is not None
-        )
+    def waiting(self) -> str | None:
+        """Returns which state is not there yet, though gradients are: a capture would make it anew in every replay."""
+        kind, state = type(self.optimizer), self.optimizer.state
+        for group in self.optimizer.param_groups:
+            name = "momentum_buffer" if kind is optim.SGD and group["momentum"] else "step"
+            if kind not in CAPTURABLE and name == "step":
+                continue
+            for p in group["params"]:
+                if p.grad is not None and not isinstance(state.get(p, {}).get(name), torch.Tensor):
+                    what = "momentum" if name == "momentum_buffer" else "state"
+                    return f"some parameters of {kind.__name__} have no {what} yet"
+        return None
 
     def prepare(self) -> None:
         """Makes the tensors, and moves step counters to the device."""
-        for group in self.optimizer.param_groups:
+        self._match_groups()
+        self._move_counters()
+        self.prepared = True
+        self.refresh()
+
+    def _match_groups(self) -> None:
+        """Makes a tensor for the learning rate of every group, also of those that were added since."""
+        for group in self.optimizer.param_groups[len(self._rates) :]:
             device = next((p.device for p in group["params"]), torch.device("cpu"))
             self._rates.append(torch.zeros((), dtype=torch.float32, device=device))
             self._last.append(_ABSENT)
-        for parameter, entry in self.optimizer.state.items():
-            for name, value in list(entry.items()):
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.dim() == 0
-                    and value.device != parameter.device
-                ):
+
+    def _move_counters(self) -> None:
+        """Moves counters to the device, also those of a state that has been loaded since."""
+        self._state = self.optimizer.state
+        self._moved.clear()
+        for parameter, entry in self._state.items():
+            for name, value in list(entry.items()) if isinstance(entry, dict) else ():
+                counter = isinstance(value, torch.Tensor) and value.dim() == 0
+                if counter and value.device != parameter.device:
                     self._moved.append((parameter, name, value))
                     entry[name] = value.to(parameter.device, copy=True)
-        self.prepared = True
-        self.refresh()
 
     def refresh(self) -> None:
         """Copies the learning rates that the script has set into the tensors that graphs read."""
@@ -118,6 +123,9 @@ class Form:
         if not self.prepared:
             yield
             return
+        if self.optimizer.state is not self._state:
+            self._move_counters()
+        self._match_groups()
         groups = self.optimizer.param_groups
         flags = self._flags()
         before = [{n: g.get(n, _ABSENT) for n in ("lr", *flags)} for g in groups]
