@@ -757,3 +757,26 @@ def test_parameters_added_to_the_optimizer_are_trained(graphs: Any) -> None:
 
     assert_same(trained(True), trained(False))
     assert len(graphs.graphs) == 2
+
+
+def test_no_memory_for_the_static_buffers(graphs: Any, monkeypatch: Any) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("flopwise.kit.graph.captured.static_copy", full)
+    fallback(graphs, torch.optim.SGD, {"lr": 0.125, "fused": True}, batches(12), "OutOfMemoryError")
+
+
+def test_a_part_that_is_added_to_the_model_is_trained(graphs: Any) -> None:
+    def trained(captured: bool) -> nn.Module:
+        net, optimizer, step = training(torch.optim.SGD, lr=0.125, momentum=0.5, fused=True)
+        run_step = CapturedStep(step, net, optimizer, surface=graphs) if captured else step
+        run(run_step, batches(14))
+        extra = nn.Linear(3, 3)
+        net.last = nn.Sequential(net.last, extra)
+        optimizer.add_param_group({"params": list(extra.parameters())})
+        run(run_step, batches(20))
+        return net
+
+    assert_same(trained(True), trained(False))
+    assert graphs.graphs[-1].replays > 5

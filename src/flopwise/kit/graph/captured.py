@@ -342,16 +342,14 @@ class CapturedStep:
         """Captures the step for one shape; False if that failed, and all is as before."""
         saved = Saved(self._parts, self._surface.device, values=False)  # nothing is executed there
         started, held = time.perf_counter(), self._surface.reserved_bytes()
-        inputs = static_copy((args, kwargs), self._surface.device)
         before = state_tensors(self._parts)
         entry = [p.grad for p in self._parts.parameter_list]
-
-        def run() -> Any:
-            return self._step(*inputs[0], **inputs[1])
-
         try:
+            inputs = static_copy((args, kwargs), self._surface.device)
             with applied(self._forms):
-                graph, output = self._surface.capture(run, self._parts.generators)
+                graph, output = self._surface.capture(
+                    lambda: self._step(*inputs[0], **inputs[1]), self._parts.generators
+                )
         except Exception as error:
             saved.rewind()
             self._give_up(

@@ -38,13 +38,18 @@ class Parts:
 
     @functools.cached_property
     def module_list(self) -> list[nn.Module]:
-        """Every module once, as they were when first asked for."""
+        """Every module once, as they were when last looked up."""
         return list(self.every_module())
 
     @functools.cached_property
     def parameter_list(self) -> list[nn.Parameter]:
-        """Every parameter once, as they were when first asked for."""
+        """Every parameter once, as they were when last looked up."""
         return self.parameters()
+
+    def refresh(self) -> None:
+        """Lets modules and parameters be looked up anew."""
+        for name in ("module_list", "parameter_list"):
+            vars(self).pop(name, None)
 
     def read(self) -> dict[str, Any]:
         """Returns the plain values that the step's code reads by name: a capture freezes them."""
