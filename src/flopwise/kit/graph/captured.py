@@ -234,8 +234,7 @@ class CapturedStep:
         if shape.seen < self._warm_up:
             return self._run(args, kwargs)
         if not shape.looked:
-            shape.looked = True
-            return self._look(args, kwargs)
+            return self._look(shape, args, kwargs)
         if self._noise_runs > 0:
             return self._measure_noise(args, kwargs)
         if not self._form_proven:
@@ -245,7 +244,7 @@ class CapturedStep:
             return _detached(self._step(*args, **kwargs))
         return self._verify(shape, args, kwargs)
 
-    def _look(self, args: Any, kwargs: Any) -> Any:
+    def _look(self, shape: Shape, args: Any, kwargs: Any) -> Any:
         """Runs a step eagerly and gives up if it does in Python, or on the host, what no replay would do."""
         watch, constants = Watch(self._parts, self._surface.device), Constants(self._parts)
         result, syncs = self._surface.syncs(lambda: self._run(args, kwargs))
@@ -258,10 +257,12 @@ class CapturedStep:
             )
         elif problem is not None:
             self._give_up(problem)
-        elif (
-            self._form_proven or not self._scaled
-        ):  # a scaler may wait in the optimizer's own form only
-            self._refuse_waits(syncs)
+        elif self._form_proven or not self._scaled:
+            self._refuse_waits(syncs)  # a scaler may wait in the optimizer's own form only
+        missing = next((w for w in (f.waiting() for f in self._forms) if w), None)
+        shape.looked = missing is None
+        if missing is not None and self._calls >= self._patience:
+            self._give_up(missing)
         return result
 
     def _refuse_waits(self, syncs: list[str]) -> None:
@@ -417,6 +418,8 @@ class CapturedStep:
     def _drop(self, shape: Shape, why: str) -> None:
         """Forgets the graph of a shape that no longer fits; it will be captured anew."""
         shape.forget()
+        shape.looked = False  # state that is new may have to be made first
+        self._parts.refresh()
         self._last = None
         self._recaptures += 1
         if self._recaptures > MOST_RECAPTURES:
