@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
 import pytest
 import torch
+import torch._dynamo
 
+from flopwise.kit.graph import deadline
 from flopwise.kit.graph.deadline import Overdue, Within, modes_problem
 
 
@@ -69,3 +72,53 @@ def test_modes_that_other_threads_do_not_see() -> None:
         assert modes_problem() == "hooks on saved tensors are active in this thread"
     with torch.inference_mode():
         assert modes_problem() == "inference mode is on in this thread"
+
+
+def test_one_thread_serves_all_and_survives_being_stopped() -> None:
+    first = Within(5.0).run(threading.get_ident)
+
+    def endless() -> None:
+        while True:
+            time.sleep(0.001)
+
+    with pytest.raises(Overdue):
+        Within(0.2).run(endless)
+    assert Within(5.0).run(threading.get_ident) == first
+    assert Within(5.0).run(threading.get_ident) == first
+
+
+def test_while_an_abandoned_job_lasts_nothing_new_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deadline, "GRACE_S", 0.05)
+    release = threading.Event()
+
+    def stuck() -> None:  # as in C++, where no exception arrives
+        while not release.is_set():
+            with contextlib.suppress(BaseException):
+                release.wait(0.01)
+
+    with pytest.raises(Overdue, match="abandoned"):
+        Within(0.1).run(stuck)
+    with pytest.raises(Overdue, match="not begun: an abandoned one has not ended"):
+        Within(5.0).run(lambda: 1)
+    release.set()
+    for _ in range(100):
+        try:
+            assert Within(5.0).run(lambda: 1) == 1
+            break
+        except Overdue:
+            time.sleep(0.05)
+    else:
+        pytest.fail("the thread never came back")
+
+
+def test_compilations_of_several_models_one_after_the_other() -> None:
+    def compiled(grad: bool) -> float:
+        layer = torch.nn.Linear(4, 4)
+        function = torch.compile(lambda x: layer(x), backend="aot_eager")
+        with torch.set_grad_enabled(grad):
+            return float(function(torch.ones(1, 4)).detach().sum())
+
+    for grad in (True, False, True):
+        Within(60.0).run(lambda grad=grad: compiled(grad))
+    torch._dynamo.reset()
+    Within(60.0).run(lambda: compiled(True))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -37,6 +38,72 @@ class _Stop(BaseException):
     """Ends an abandoned thread. Not an Exception, so that no handler inside the compiler swallows it."""
 
 
+class _Job:
+    """One function to be run in the helper thread, and what came of it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.ambient = _Ambient()
+        self.function = function
+        self.results: list[Any] = []
+        self.errors: list[BaseException] = []
+        self.done = threading.Event()
+
+    def work(self) -> None:
+        """Runs the function under the caller's modes."""
+        try:
+            with self.ambient.entered():
+                self.results.append(self.function())
+        except _Stop:
+            raise
+        except BaseException as error:
+            self.errors.append(error)
+
+
+class _Helper:
+    """The one thread of this process in which things are compiled under a deadline.
+
+    It is never ended: torch 2.11 crashes when something is compiled in a thread after another one that compiled has
+    ended (seen with 2.11.0; 2.13.0 does not).
+    """
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._job: _Job | None = None
+        self.thread = threading.Thread(target=self._loop, name="flopwise-compile", daemon=True)
+        self.thread.start()
+
+    def _loop(self) -> None:
+        while True:
+            try:  # a stop may arrive anywhere, late ones too
+                if self._job is not None:
+                    self._job.done.set()
+                self._job = None
+                self._job = self._jobs.get()
+                self._job.work()
+            except _Stop:
+                pass
+
+    def start(self, job: _Job) -> None:
+        """Hands a job over.
+
+        Raises:
+            Overdue: the thread is still busy with one that was abandoned.
+        """
+        if self._job is not None and not self._job.done.is_set():
+            raise Overdue("not begun: an abandoned one has not ended")
+        self._jobs.put(job)
+
+
+_helpers: list[_Helper] = []
+
+
+def _helper() -> _Helper:
+    if not _helpers or _helpers[-1].process != os.getpid():  # none, or left in the parent by a fork
+        _helpers.append(_Helper())
+    return _helpers[-1]
+
+
 class Within:
     """Runs functions in a helper thread, each under a deadline; the calling thread's modes hold in it."""
 
@@ -52,45 +119,33 @@ class Within:
         """
         if self.left_s <= 0:
             raise Overdue("no time left")
-        results: list[T] = []
-        errors: list[BaseException] = []
-        ambient = _Ambient()
         others = set(_compiling(set()))  # whose compilations are none of ours
-
-        def work() -> None:
-            try:
-                with ambient.entered():
-                    results.append(function())
-            except _Stop:
-                pass
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=work, name="flopwise-compile", daemon=True)
+        job, helper = _Job(function), _helper()
         started = time.monotonic()
-        thread.start()
-        thread.join(self.left_s)
+        helper.start(job)
+        job.done.wait(self.left_s)
         spent_s = time.monotonic() - started
         self.left_s -= spent_s
-        if thread.is_alive():
+        if not job.done.is_set():
             threading.Thread(
-                target=_stop, args=(thread, others), name="flopwise-stop", daemon=True
+                target=_stop, args=(job, helper, others), name="flopwise-stop", daemon=True
             ).start()
-            # A thread that can be stopped is: nothing of it runs beside the caller's next step.
-            thread.join(GRACE_S)
+            # What can be stopped is: nothing of it runs beside the caller's next step.
+            job.done.wait(GRACE_S)
             raise Overdue(f"abandoned after {spent_s:.0f} s")
-        if errors:
-            raise errors[0]
-        return results[0]
+        if job.errors:
+            raise job.errors[0]
+        result: T = job.results[0]
+        return result
 
 
-def _stop(thread: threading.Thread, others: Iterable[int]) -> None:
-    """Stops an abandoned thread and those that compile for it, for as long as it lives."""
+def _stop(job: _Job, helper: _Helper, others: Iterable[int]) -> None:
+    """Stops an abandoned job and the threads that compile for it, for as long as it lasts."""
     started = time.monotonic()
     workers_ended = False
     known = set(others)
-    while thread.is_alive():
-        for ident in [thread.ident, *_compiling(known)]:
+    while not job.done.is_set():
+        for ident in [helper.thread.ident, *_compiling(known)]:
             if ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(ident), ctypes.py_object(_Stop)
@@ -98,7 +153,7 @@ def _stop(thread: threading.Thread, others: Iterable[int]) -> None:
         if not workers_ended and time.monotonic() - started > GRACE_S:
             workers_ended = True
             stop_compile_workers()
-        time.sleep(0.1)
+        job.done.wait(0.1)
 
 
 def _compiling(known: set[int]) -> list[int]:
