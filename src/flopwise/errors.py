@@ -52,3 +52,7 @@ class PlanError(FlopwiseError):
 
 class AttachError(FlopwiseError):
     """A hook that the meter leans on is not there in this torch."""
+
+
+class MemoryWarning(UserWarning):
+    """A part of `flopwise.kit.memory` left something as it was, and says why."""
