@@ -87,7 +87,9 @@ class SettingsComparison:
                     f"{sum(s.retries for s in states)} retries"
                 )
             lines.append(text + (f"; {self.ratios[name]}" if name in self.ratios else ""))
-        return "\n".join(lines + [f"{name}: not tried: {why}" for name, why in self.declined.items()])
+        return "\n".join(
+            lines + [f"{name}: not tried: {why}" for name, why in self.declined.items()]
+        )
 
 
 def environment(setting: str | None, base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -107,7 +109,11 @@ def settings_now(env: Mapping[str, str] | None = None) -> str | None:
 
 
 def reasons_against(
-    setting: str, *, cuda_graphs: bool = False, nccl_user_buffers: bool = False, cuda: bool | None = None
+    setting: str,
+    *,
+    cuda_graphs: bool = False,
+    nccl_user_buffers: bool = False,
+    cuda: bool | None = None,
 ) -> str | None:
     """Returns why a setting is not tried, or None.
 
@@ -118,7 +124,9 @@ def reasons_against(
         return "there is no CUDA device, whose memory it is about"
     if "expandable_segments:true" in setting.lower().replace(" ", ""):
         if cuda_graphs:
-            return "expandable segments are not combined with CUDA graphs: jobs of several GPUs hung"
+            return (
+                "expandable segments are not combined with CUDA graphs: jobs of several GPUs hung"
+            )
         if nccl_user_buffers:
             return "expandable segments cannot be registered as NCCL's user buffers everywhere"
         if sys.platform == "win32":
@@ -187,7 +195,9 @@ def _spec(target: Any, steps: int, warmup: int) -> dict[str, Any]:
     if callable(target):
         module, name = target.__module__, target.__qualname__
         if "<locals>" in name or "." in name:
-            raise SettingsError(f"{name} is made inside something else: a fresh process cannot find it")
+            raise SettingsError(
+                f"{name} is made inside something else: a fresh process cannot find it"
+            )
         if module == "__main__":
             module = os.path.abspath(str(getattr(sys.modules["__main__"], "__file__", "")))
             if not os.path.isfile(module):
@@ -204,7 +214,13 @@ def _run(spec: dict[str, Any], env: dict[str, str], timeout_s: float) -> Run | s
     """Returns what one fresh process measured, or what it failed with."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
-        words = [sys.executable, "-m", "flopwise.kit.memory.allocator_probe", str(out), json.dumps(spec)]
+        words = [
+            sys.executable,
+            "-m",
+            "flopwise.kit.memory.allocator_probe",
+            str(out),
+            json.dumps(spec),
+        ]
         source = str(Path(__file__).parents[3])
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (source, env.get("PYTHONPATH"))))
         try:

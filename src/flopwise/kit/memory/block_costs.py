@@ -22,7 +22,9 @@ class BlockCost:
 
     name: str
     kind: str
-    kept_bytes: int = 0  # made in its forward and kept for backward; its inputs and parameters left out
+    kept_bytes: int = (
+        0  # made in its forward and kept for backward; its inputs and parameters left out
+    )
     input_bytes: int = 0  # kept in any case once it is checkpointed
     forward_s: float = 0.0  # the time to do it again
     calls: int = 0
@@ -91,9 +93,13 @@ def _watched(block: nn.Module, cost: BlockCost, device: torch.device) -> Iterato
     open_calls: list[tuple[contextlib.ExitStack, float]] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outside = {_key(t) for t in (*tensors_in((args, kwargs)), *block.parameters(), *block.buffers())}
+        outside = {
+            _key(t) for t in (*tensors_in((args, kwargs)), *block.parameters(), *block.buffers())
+        }
         seen: set[int] = set()
-        cost.input_bytes += sum({_key(t): t.untyped_storage().nbytes() for t in tensors_in((args, kwargs))}.values())
+        cost.input_bytes += sum(
+            {_key(t): t.untyped_storage().nbytes() for t in tensors_in((args, kwargs))}.values()
+        )
         cost.calls += 1
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:

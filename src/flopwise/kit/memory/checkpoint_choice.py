@@ -17,7 +17,9 @@ class Choice:
 
     blocks: tuple[str, ...]
     freed_bytes: int  # kept no longer
-    again_bytes: int  # of the largest block that is computed again: it lives while its backward runs
+    again_bytes: (
+        int  # of the largest block that is computed again: it lives while its backward runs
+    )
     recompute_s: float  # a step
     peak_before_bytes: int
     target_bytes: int

@@ -48,13 +48,20 @@ def ratio_of(old_s: list[float], new_s: list[float]) -> Ratio:
         ValueError: fewer than 3 pairs, unequal numbers, or a time that is not positive.
     """
     if len(old_s) != len(new_s) or len(old_s) < FEWEST_ROUNDS or min(*old_s, *new_s) <= 0:
-        raise ValueError(f"{len(old_s)} and {len(new_s)} times: at least {FEWEST_ROUNDS} positive pairs")
+        raise ValueError(
+            f"{len(old_s)} and {len(new_s)} times: at least {FEWEST_ROUNDS} positive pairs"
+        )
     logs = [math.log(new / old) for old, new in zip(old_s, new_s, strict=True)]
     n = len(logs)
     half = _T[min(n - 1, len(_T)) - 1] * stdev(logs) / math.sqrt(n)
     mean = fmean(logs)
     return Ratio(
-        median(old_s), median(new_s), math.exp(mean), math.exp(mean - half), math.exp(mean + half), n
+        median(old_s),
+        median(new_s),
+        math.exp(mean),
+        math.exp(mean - half),
+        math.exp(mean + half),
+        n,
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopwise.kit.memory.undisturbed import undisturbed
+
 
 @dataclass(frozen=True)
 class LayerCall:
@@ -20,41 +22,38 @@ class LayerCall:
     device: torch.device
     needs_gradient: bool
     autocast: torch.dtype | None  # what products are cast to there; None: autocast was off
-    calls: int = 1
 
     def input(self) -> torch.Tensor:
-        """Returns a random input like that one."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        if self.dtype.is_floating_point:
-            tensor.normal_()
+        """Returns a random input like that one; of an expanded tensor, a dense one."""
+        strides = zip(self.shape, self.stride, strict=True)
+        if any(size > 1 and stride == 0 for size, stride in strides):
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         else:
-            tensor.zero_()
-        return tensor.requires_grad_(self.needs_gradient and self.dtype.is_floating_point)
+            tensor = torch.empty_strided(
+                self.shape, self.stride, dtype=self.dtype, device=self.device
+            )
+        return tensor.normal_().requires_grad_(self.needs_gradient)
 
 
-def calls_of(layers: Iterable[nn.Module], step: Callable[[], object]) -> dict[nn.Module, LayerCall]:
-    """Runs the step once and returns what each layer was called with; the state of random numbers is put back.
-
-    The step runs for real: what it changes stays changed, except the random state.
-    """
+def calls_of(
+    module: nn.Module, layers: Iterable[nn.Module], step: Callable[[], object]
+) -> dict[nn.Module, LayerCall]:
+    """Runs the step once and returns what each layer was called with; a layer that gets no floats is left out."""
     seen: dict[nn.Module, LayerCall] = {}
 
-    def note(layer: nn.Module, args: tuple[Any, ...]) -> None:
-        if not args or not isinstance(args[0], torch.Tensor):
+    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = args[0] if args else kwargs.get("input")
+        if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
             return
-        x = args[0]
-        old = seen.get(layer)
-        call = LayerCall(
+        if layer in seen and x.numel() <= torch.Size(seen[layer].shape).numel():
+            return
+        seen[layer] = LayerCall(
             tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad, autocast_dtype(x.device)
         )
-        if old is None or x.numel() > torch.Size(old.shape).numel():
-            seen[layer] = call if old is None else _counted(call, old.calls + 1)
-        else:
-            seen[layer] = _counted(old, old.calls + 1)
 
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
-        with torch.random.fork_rng(_devices()):
+        with undisturbed(module):
             step()
     finally:
         for hook in hooks:
@@ -67,13 +66,3 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     if not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
-
-
-def _counted(call: LayerCall, calls: int) -> LayerCall:
-    return LayerCall(
-        call.shape, call.stride, call.dtype, call.device, call.needs_gradient, call.autocast, calls
-    )
-
-
-def _devices() -> list[int]:
-    return [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

@@ -1,8 +1,7 @@
 """Linear and convolution layers that compute on round dimensions and show the ones that they have.
 
-Output features and channels are padded by rows of zeros behind the weight (`rows`), and cut off the result. Input features
-and channels are padded by zeros in the call, on the input and on the weight. Cutting and padding are ordinary ops of
-autograd, so gradients of what was added are never seen by anyone.
+Weights, biases and inputs are padded by zeros in each call, and the result is cut to its own size. All of it is ordinary ops
+of autograd, so parameters stay what and where they are, and what was added gets no gradient that anyone sees.
 """
 
 from __future__ import annotations
@@ -13,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flopwise.kit.memory.rows import padded, shrink
-
-#: Of a padded layer: output and input dimension that it computes with, and whether its output is made contiguous.
-SETTING = "_padded_to"
+#: Attribute of a padded layer: output and input dimension that it computes with, and whether its result is made
+#: contiguous. None: it computes as it is.
+SETTING = "_flopwise_padded_to"
 
 
 class PaddedLinear(nn.Linear):
@@ -24,10 +22,14 @@ class PaddedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns what the layer without padding returns, to within the rounding of another kernel."""
-        out, into, contiguous = getattr(self, SETTING)
-        if into > self.in_features:
-            input = F.pad(input, (0, into - self.in_features))
-        result = F.linear(input, _weight(self.weight, out, into), _bias(self.bias, out))
+        setting = getattr(self, SETTING)
+        if setting is None:
+            return nn.Linear.forward(self, input)
+        out, into, contiguous = setting
+        result = F.linear(
+            _longer(_cast(input), -1, into - self.in_features),
+            *_parameters(self, out - self.out_features, into - self.in_features),
+        )
         if out == self.out_features:
             return result
         result = result[..., : self.out_features]
@@ -39,19 +41,21 @@ class _PaddedConv:
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         """Returns what the layer without padding returns, to within the rounding of another kernel."""
-        out, into, contiguous = getattr(self, SETTING)
-        dims = self.weight.dim() - 2
-        if into > self.in_channels:
-            input = F.pad(input, (0, 0) * dims + (0, into - self.in_channels))
-        weight, bias = _weight(self.weight, out, into), _bias(self.bias, out)
-        result: torch.Tensor = self._conv_forward(input, weight, bias)
+        setting = getattr(self, SETTING)
+        if setting is None:
+            return self._conv_forward(input, self.weight, self.bias)  # type: ignore[no-any-return]
+        out, into, contiguous = setting
+        channels = 1 - self.weight.dim()  # from the end, so that it holds without a batch too
+        result: torch.Tensor = self._conv_forward(
+            _longer(_cast(input), channels, into - self.in_channels),
+            *_parameters(self, out - self.out_channels, into - self.in_channels),
+        )
         if out == self.out_channels:
             return result
         # Channels that lie innermost stay there: the layout is the one that the convolution chose.
-        channel = -1 - dims
-        nhwc = dims == 2 and result.is_contiguous(memory_format=torch.channels_last)
-        layout = torch.channels_last if nhwc else torch.contiguous_format
-        result = result.narrow(channel, 0, self.out_channels)
+        last = result.dim() == 4 and result.is_contiguous(memory_format=torch.channels_last)
+        result = result.narrow(channels, 0, self.out_channels)
+        layout = torch.channels_last if last else torch.contiguous_format
         return result.contiguous(memory_format=layout) if contiguous else result
 
 
@@ -77,11 +81,11 @@ PADDED: dict[type[nn.Module], type[nn.Module]] = {
 PLAIN = {padded_class: plain for plain, padded_class in PADDED.items()}
 
 
-def dimensions(layer: nn.Module) -> tuple[int, int]:
+def dimensions(layer: Any) -> tuple[int, int]:
     """Returns output and input dimension of a Linear or convolution layer."""
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
-    return int(layer.out_channels), int(layer.in_channels)  # type: ignore[arg-type]
+    return layer.out_channels, layer.in_channels
 
 
 def switch_on(layer: nn.Module, out: int, into: int, contiguous: bool) -> None:
@@ -91,23 +95,32 @@ def switch_on(layer: nn.Module, out: int, into: int, contiguous: bool) -> None:
 
 
 def switch_off(layer: nn.Module) -> None:
-    """Makes it a plain layer again."""
+    """Makes it a plain layer again; one whose class someone has changed since keeps that class, and computes plainly."""
     if type(layer) in PLAIN:
         layer.__class__ = PLAIN[type(layer)]
         delattr(layer, SETTING)
+    elif hasattr(layer, SETTING):
+        setattr(layer, SETTING, None)
 
 
-def give_memory_back(layer: nn.Module) -> None:
-    """Gives the layer's parameters memory of their own size again."""
-    for parameter in layer.parameters(recurse=False):
-        shrink(parameter)
+def _cast(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor in the dtype that autocast gives to products: cast first, fewer bytes are padded."""
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(kind))
 
 
-def _weight(weight: torch.Tensor, out: int, into: int) -> torch.Tensor:
-    weight = padded(weight, out)
-    more = into - weight.shape[1]
-    return F.pad(weight, (0, 0) * (weight.dim() - 2) + (0, more)) if more else weight
+def _parameters(
+    layer: Any, more_out: int, more_in: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns weight and bias with zeros behind."""
+    weight = _longer(_longer(_cast(layer.weight), 1, more_in), 0, more_out)
+    return weight, None if layer.bias is None else _longer(_cast(layer.bias), 0, more_out)
 
 
-def _bias(bias: torch.Tensor | None, out: int) -> torch.Tensor | None:
-    return None if bias is None else padded(bias, out)
+def _longer(tensor: torch.Tensor, dim: int, more: int) -> torch.Tensor:
+    """Returns the tensor with this many zeros behind in one dimension. One of a wrong size stays of a wrong size."""
+    if more == 0:
+        return tensor
+    return F.pad(tensor, (0, 0) * (-1 - dim if dim < 0 else tensor.dim() - 1 - dim) + (0, more))

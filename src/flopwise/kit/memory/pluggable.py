@@ -99,15 +99,17 @@ def build(folder: str | Path) -> Path:
     Raises:
         CompileError: there is no C compiler, or it fails.
     """
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    compiler = (
+        os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    )
     if not compiler:
-        raise CompileError("no C compiler (cc, gcc, clang) on the path: the pluggable allocator is left out")
+        raise CompileError(
+            "no C compiler (cc, gcc, clang) on the path: the pluggable allocator is left out"
+        )
     source, library = Path(folder) / "pluggable.c", Path(folder) / "pluggable.so"
     source.write_text(_SOURCE)
     words = [compiler, "-O2", "-shared", "-fPIC", f"-DGRANULE={GRANULE_BYTES}", str(source)]
-    done = subprocess.run(
-        [*words, "-lpthread", "-o", str(library)], capture_output=True, text=True
-    )
+    done = subprocess.run([*words, "-lpthread", "-o", str(library)], capture_output=True, text=True)
     if done.returncode:
         raise CompileError(f"{compiler} fails on the pluggable allocator: {done.stderr[-300:]}")
     return library

@@ -34,7 +34,9 @@ class Fragmentation:
     whole_free_bytes: int  # free segments: empty_cache would give them back
     largest_free_bytes: int  # the largest request that needs no new segment
     segments: int
-    largest_trapping: tuple[int, int]  # of the segment with most trapped bytes: its size, and what lives in it
+    largest_trapping: tuple[
+        int, int
+    ]  # of the segment with most trapped bytes: its size, and what lives in it
 
     @property
     def trapped_frac(self) -> float:
@@ -116,7 +118,9 @@ def read_snapshot(path: str | Path) -> list[dict[str, Any]]:
     try:
         size = path.stat().st_size
         if size > MOST_BYTES:
-            raise SnapshotError(f"{path}: {size} bytes; at most {MOST_BYTES} are read. Dump it without history")
+            raise SnapshotError(
+                f"{path}: {size} bytes; at most {MOST_BYTES} are read. Dump it without history"
+            )
         data = path.read_bytes()
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror or error}") from None
