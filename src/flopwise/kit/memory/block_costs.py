@@ -13,21 +13,25 @@ import torch
 from torch import nn
 
 from flopwise.kit.memory.interleaved import synchronize
+from flopwise.kit.memory.undisturbed import device_of, undisturbed
 from flopwise.kit.nested import tensors_in
 
 
 @dataclass
 class BlockCost:
-    """One block in one step."""
+    """One block in one step. What is called more than once counts for what its smallest call keeps."""
 
     name: str
     kind: str
-    kept_bytes: int = (
-        0  # made in its forward and kept for backward; its inputs and parameters left out
-    )
-    input_bytes: int = 0  # kept in any case once it is checkpointed
-    forward_s: float = 0.0  # the time to do it again
+    kept_bytes: int = 0  # made in its forward and kept for backward; inputs, outputs and parameters left out
+    input_bytes: int = 0  # inputs that it does not keep as it is, but has to once it is checkpointed
+    forward_s: float = 0.0  # the time of all its calls
     calls: int = 0
+
+    @property
+    def freed_bytes(self) -> int:
+        """Returns what is kept less once the block is checkpointed; more, if others keep its inputs anyway."""
+        return max(0, self.kept_bytes - self.input_bytes)
 
 
 def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
@@ -52,14 +56,15 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def measure_blocks(
+def block_costs(
     module: nn.Module, step: Callable[[], object], blocks: Sequence[str] | None = None
 ) -> list[BlockCost]:
-    """Runs the step twice and returns what each block keeps and costs; the state of random numbers is put back.
+    """Runs the step three times and returns what each block keeps and costs, of those that it calls, as they are called.
 
-    The step runs forward and backward; what else it does, it does for real. The first run warms up.
+    The first run warms up, the second is timed, in the third it is seen what is kept.
 
     Args:
+        step: forward and backward; gradients, buffers and random numbers are put back.
         blocks: names of modules; default: `repeated_blocks`.
 
     Raises:
@@ -71,57 +76,25 @@ def measure_blocks(
     if unknown:
         raise ValueError(f"no modules named {unknown}")
     costs = [BlockCost(name, type(modules[name]).__name__) for name in names]
-    first = next(module.parameters(), None)
-    device = first.device if first is not None else torch.device("cpu")
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    device = device_of(module)
+    with undisturbed(module):
         step()
-    with (
-        torch.random.fork_rng([device] if device.type == "cuda" else []),
-        contextlib.ExitStack() as stack,
-    ):
-        for cost in costs:
-            stack.enter_context(_watched(modules[cost.name], cost, device))
-        step()
-    if not any(cost.calls for cost in costs):
-        raise ValueError("none of the blocks was called in the step")
-    return [cost for cost in costs if cost.calls]
+    for watched in (_timed, _kept):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(undisturbed(module))
+            for cost in costs:
+                stack.enter_context(watched(modules[cost.name], cost, device))
+            step()
+    called = [cost for cost in costs if cost.calls]
+    if not called:
+        raise ValueError(
+            f"the step called none of the blocks {names}" if names else "there are no repeated blocks: name some"
+        )
+    return called
 
 
 @contextlib.contextmanager
-def _watched(block: nn.Module, cost: BlockCost, device: torch.device) -> Iterator[None]:
-    """Counts what is saved while the block runs."""
-    open_calls: list[tuple[contextlib.ExitStack, float]] = []
-
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        outside = {
-            _key(t) for t in (*tensors_in((args, kwargs)), *block.parameters(), *block.buffers())
-        }
-        seen: set[int] = set()
-        cost.input_bytes += sum(
-            {_key(t): t.untyped_storage().nbytes() for t in tensors_in((args, kwargs))}.values()
-        )
-        cost.calls += 1
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                key = _key(tensor)
-                if key not in outside and key not in seen and tensor.device.type == device.type:
-                    seen.add(key)
-                    cost.kept_bytes += tensor.untyped_storage().nbytes()
-            return tensor if tensor.is_leaf else tensor.detach()
-
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
-        synchronize(device)
-        open_calls.append((stack, time.perf_counter()))
-
-    def leave(*_: Any) -> None:
-        if open_calls:
-            stack, start = open_calls.pop()
-            synchronize(device)
-            cost.forward_s += time.perf_counter() - start
-            stack.close()
-
+def _hooked(block: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
     hooks = [
         block.register_forward_pre_hook(enter, with_kwargs=True),
         block.register_forward_hook(leave, always_call=True),
@@ -133,9 +106,66 @@ def _watched(block: nn.Module, cost: BlockCost, device: torch.device) -> Iterato
             hook.remove()
 
 
+@contextlib.contextmanager
+def _timed(block: nn.Module, cost: BlockCost, device: torch.device) -> Iterator[None]:
+    """Adds up the time of the block's forward passes."""
+    starts: list[float] = []
+
+    def enter(*_: Any) -> None:
+        synchronize(device)
+        starts.append(time.perf_counter())
+
+    def leave(*_: Any) -> None:
+        if starts:
+            synchronize(device)
+            cost.forward_s += time.perf_counter() - starts.pop()
+
+    with _hooked(block, enter, leave):
+        yield
+
+
+@contextlib.contextmanager
+def _kept(block: nn.Module, cost: BlockCost, device: torch.device) -> Iterator[None]:
+    """Notes what autograd saves while the block runs."""
+    calls: list[tuple[contextlib.ExitStack, dict[int, int], dict[int, int]]] = []
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = {_key(t): _bytes(t) for t in tensors_in((args, kwargs)) if t.device == device}
+        saved: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                if tensor.device == device:
+                    saved[_key(tensor)] = _bytes(tensor)
+            return tensor if tensor.is_leaf else tensor.detach()
+
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
+        calls.append((stack, inputs, saved))
+
+    def leave(_: nn.Module, args: Any, out: Any) -> None:
+        if not calls:
+            return
+        stack, inputs, saved = calls.pop()
+        stack.close()
+        outside = {_key(t) for t in (*tensors_in(out), *block.parameters(), *block.buffers())}
+        kept = sum(n for key, n in saved.items() if key not in outside | inputs.keys())
+        more = sum(n for key, n in inputs.items() if key not in saved.keys() | outside)
+        cost.kept_bytes = min(cost.kept_bytes, kept) if cost.calls else kept
+        cost.input_bytes = max(cost.input_bytes, more)
+        cost.calls += 1
+
+    with _hooked(block, enter, leave):
+        yield
+
+
 def _is_block(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
 def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage().nbytes())

@@ -1,4 +1,4 @@
-"""Which blocks to checkpoint: the set that is cheapest to compute again and brings memory under a target."""
+"""Which blocks to checkpoint: the set that is cheapest to compute again and keeps memory under a target all the time."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flopwise.kit.memory.block_costs import BlockCost
+from flopwise.kit.memory.step_memory import StepMemory
 
-#: Steps that freed bytes are counted in, rounded down, so that a set that fits on paper fits.
-UNITS = 512
+#: Sets that are kept in mind at once. Blocks alike make as many as there are blocks; beyond this, the bytes that a set
+#: frees are rounded down, so that a set that fits on paper fits.
+MOST_SETS = 2048
 
 
 @dataclass(frozen=True)
@@ -16,18 +18,11 @@ class Choice:
     """A set of blocks, with what it is predicted to do."""
 
     blocks: tuple[str, ...]
-    freed_bytes: int  # kept no longer
-    again_bytes: (
-        int  # of the largest block that is computed again: it lives while its backward runs
-    )
+    freed_bytes: int  # kept less, once the last block has run
     recompute_s: float  # a step
     peak_before_bytes: int
+    peak_bytes: int  # predicted
     target_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """Returns the predicted peak: an upper bound, as if the largest block were computed again at the peak."""
-        return self.peak_before_bytes - self.freed_bytes + self.again_bytes
 
     @property
     def fits(self) -> bool:
@@ -35,70 +30,92 @@ class Choice:
         return self.peak_bytes <= self.target_bytes
 
 
-def choose(costs: Sequence[BlockCost], peak_bytes: int, target_bytes: int) -> Choice:
+def predicted_peak(costs: Sequence[BlockCost], memory: StepMemory, chosen: set[str]) -> int:
+    """Returns the predicted peak of a step in which these blocks are checkpointed.
+
+    While the first k blocks have kept their activations, that of them which are checkpointed are missing. A block that is
+    checkpointed runs its forward again at the beginning of its backward, on top of what is held there.
+    """
+    peak = freed = 0
+    for i, cost in enumerate(costs):
+        peak = max(peak, memory.with_blocks[i] - freed, _in_block(cost, memory, i, cost.name in chosen) - freed)
+        freed += cost.freed_bytes if cost.name in chosen else 0
+    return max(peak, memory.with_blocks[-1] - freed)
+
+
+def choose(costs: Sequence[BlockCost], memory: StepMemory, target_bytes: int) -> Choice:
     """Returns the cheapest set of blocks whose predicted peak is within the target; `fits` tells whether there is one.
 
-    Where there is none, the set with the lowest predicted peak is returned. Exact to the rounding of freed bytes to
-    1/512 of the largest sum, always to the safe side: a knapsack by bytes freed, for each size of the block that is computed
-    again last.
+    Where there is none, the set with the lowest predicted peak is returned.
 
-    Ignores: that memory for temporaries may be reused by a block that is computed again.
+    Args:
+        costs: of the blocks, in the order of their forward passes.
     """
-    nothing = Choice((), 0, 0, 0.0, peak_bytes, target_bytes)
-    if nothing.fits:
-        return nothing
-    worth = [cost for cost in costs if cost.kept_bytes > 0]
-    best: Choice | None = None
-    for largest in sorted({cost.kept_bytes for cost in worth}):
-        allowed = [cost for cost in worth if cost.kept_bytes <= largest]
-        needed = peak_bytes + largest - target_bytes
-        chosen = _cheapest(allowed, needed)
-        if chosen is None:
-            continue
-        choice = _choice(chosen, peak_bytes, target_bytes)
-        if choice.fits and (best is None or choice.recompute_s < best.recompute_s):
-            best = choice
-    if best is not None:
-        return best
-    sets = [
-        _choice([c for c in worth if c.kept_bytes <= largest], peak_bytes, target_bytes)
-        for largest in {cost.kept_bytes for cost in worth}
-    ]
-    return min([nothing, *sets], key=lambda choice: (choice.peak_bytes, choice.recompute_s))
-
-
-def _choice(chosen: Sequence[BlockCost], peak_bytes: int, target_bytes: int) -> Choice:
+    chosen = _cheapest(costs, memory, target_bytes)
+    if chosen is None:  # the lowest target that can be reached, by halves
+        low, high = 0, memory.peak_bytes
+        chosen = ()
+        while high - low > max(1, memory.peak_bytes >> 20):
+            middle = (low + high) // 2
+            found = _cheapest(costs, memory, middle)
+            if found is None:
+                low = middle
+            else:
+                high, chosen = middle, found
+    names = tuple(costs[i].name for i in chosen)
     return Choice(
-        tuple(cost.name for cost in chosen),
-        sum(cost.kept_bytes for cost in chosen),
-        max((cost.kept_bytes for cost in chosen), default=0),
-        sum(cost.forward_s for cost in chosen),
-        peak_bytes,
+        names,
+        sum(costs[i].freed_bytes for i in chosen),
+        sum(costs[i].forward_s for i in chosen),
+        memory.peak_bytes,
+        predicted_peak(costs, memory, set(names)),
         target_bytes,
     )
 
 
-def _cheapest(costs: Sequence[BlockCost], needed_bytes: int) -> list[BlockCost] | None:
-    """Returns the set that frees at least this much in the least time; None where all of them free too little."""
-    total = sum(cost.kept_bytes for cost in costs)
-    if total < needed_bytes:
-        return None
-    unit = max(1, -(-total // UNITS))
-    need = -(-needed_bytes // unit)
-    if sum(cost.kept_bytes // unit for cost in costs) < need:
-        return list(costs)  # only the rounding says that it is too little
-    # best[u]: least time and the set that frees at least u units.
-    best: list[tuple[float, tuple[int, ...]] | None] = [(0.0, ())] + [None] * need
-    for index, cost in enumerate(costs):
-        units = cost.kept_bytes // unit
-        for have in range(need, -1, -1):
-            before = best[have]
-            if before is None:
-                continue
-            to = min(need, have + units)
-            time_s = before[0] + cost.forward_s
-            after = best[to]
-            if to != have and (after is None or time_s < after[0]):
-                best[to] = (time_s, (*before[1], index))
-    found = best[need]
-    return None if found is None else [costs[index] for index in found[1]]
+def _in_block(cost: BlockCost, memory: StepMemory, i: int, again: bool) -> int:
+    """Returns the peak of a block's backward, as if no block before it were checkpointed."""
+    if not again:
+        return memory.backward[i]
+    return max(
+        memory.backward[i] + cost.input_bytes,
+        memory.backward_start[i] - cost.freed_bytes + memory.working[i],
+    )
+
+
+def _cheapest(
+    costs: Sequence[BlockCost], memory: StepMemory, target_bytes: int
+) -> tuple[int, ...] | None:
+    """Returns the set that takes least time of those that stay within the target, None where there is none.
+
+    Block by block it keeps, for each amount freed so far, the cheapest set; sets that free less for more time are dropped,
+    and so are those that exceed the target before or in the block.
+    """
+    sets: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
+    for i, cost in enumerate(costs):
+        plain, again = (_in_block(cost, memory, i, a) - target_bytes for a in (False, True))
+        before = memory.with_blocks[i] - target_bytes
+        after = []
+        for freed, time_s, chosen in sets:
+            if freed >= max(before, plain):
+                after.append((freed, time_s, chosen))
+            if cost.freed_bytes > 0 and freed >= max(before, again):
+                after.append((freed + cost.freed_bytes, time_s + cost.forward_s, (*chosen, i)))
+        sets = _worth_keeping(after)
+    fitting = [s for s in sets if s[0] >= memory.with_blocks[-1] - target_bytes]
+    return min(fitting, key=lambda s: s[1])[2] if fitting else None
+
+
+def _worth_keeping(
+    sets: list[tuple[int, float, tuple[int, ...]]],
+) -> list[tuple[int, float, tuple[int, ...]]]:
+    """Returns the sets than which no other frees as much for less time."""
+    kept: list[tuple[int, float, tuple[int, ...]]] = []
+    for found in sorted(sets, key=lambda s: (-s[0], s[1])):
+        if not kept or found[1] < kept[-1][1]:
+            kept.append(found)
+    if len(kept) <= MOST_SETS:
+        return kept
+    unit = -(-kept[0][0] // (MOST_SETS // 2))
+    rounded = [(freed // unit * unit, time_s, chosen) for freed, time_s, chosen in kept]
+    return _worth_keeping(rounded)

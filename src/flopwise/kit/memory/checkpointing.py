@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flopwise.kit.memory.block_costs import BlockCost, measure_blocks
+from flopwise.kit.memory.block_costs import BlockCost, block_costs
 from flopwise.kit.memory.checkpoint_choice import Choice, choose
-from flopwise.kit.memory.timeline import memory_timeline
+from flopwise.kit.memory.interleaved import FEWEST_ROUNDS, Ratio, compare
+from flopwise.kit.memory.step_memory import step_memory
+from flopwise.kit.memory.undisturbed import device_of, undisturbed
 
 
 @dataclass
@@ -22,8 +24,16 @@ class Checkpointing:
     module: nn.Module
     choice: Choice
     costs: list[BlockCost]
-    measured_peak_bytes: int | None = None  # with the blocks checkpointed
+    peak_bytes: int | None = None  # measured, with the blocks checkpointed
+    step: Ratio | None = None  # time of the step with the blocks checkpointed over that without
     _forwards: dict[str, Any] = field(default_factory=dict)
+
+    def apply(self) -> None:
+        """Checkpoints the blocks that were chosen."""
+        modules = dict(self.module.named_modules())
+        for name in self.choice.blocks:
+            if name not in self._forwards:
+                modules[name].forward = self._forwards[name] = _Checkpointed(modules[name])
 
     def undo(self) -> None:
         """Lets every block keep its activations again."""
@@ -33,25 +43,28 @@ class Checkpointing:
                 del modules[name].forward
         self._forwards.clear()
 
-    def __str__(self) -> str:
-        """Returns what was chosen and what is predicted of it."""
-        c = self.choice
-        if not c.blocks:
-            return f"nothing to checkpoint: the peak is {_gb(c.peak_before_bytes)}, the target {_gb(c.target_bytes)}"
-        measured = self.measured_peak_bytes
-        return (
-            f"{len(c.blocks)} of {len(self.costs)} blocks checkpointed: peak {_gb(c.peak_before_bytes)} -> at most "
-            f"{_gb(c.peak_bytes)} predicted, {_gb(measured) if measured is not None else 'not'} measured (target "
-            f"{_gb(c.target_bytes)}{'' if self.fits else ', which is not reached'}), "
-            f"{c.recompute_s * 1e3:.3g} ms of forward again in each step"
-        )
-
     @property
     def fits(self) -> bool:
         """Returns whether the peak is within the target: the measured one, where it was measured."""
-        if self.measured_peak_bytes is None:
+        if self.peak_bytes is None:
             return self.choice.fits
-        return self.measured_peak_bytes <= self.choice.target_bytes
+        return self.peak_bytes <= self.choice.target_bytes
+
+    def __str__(self) -> str:
+        """Returns what was chosen, what was predicted of it and what came of it."""
+        c = self.choice
+        if not c.blocks:
+            return (
+                f"no block checkpointed: the peak is {_gb(c.peak_before_bytes)}, the target {_gb(c.target_bytes)}"
+                + ("" if c.fits else ", which is not reached: blocks keep too little")
+            )
+        measured = "not measured" if self.peak_bytes is None else f"{_gb(self.peak_bytes)} measured"
+        return (
+            f"{len(c.blocks)} of {len(self.costs)} blocks checkpointed: peak {_gb(c.peak_before_bytes)} -> "
+            f"{_gb(c.peak_bytes)} predicted, {measured} (target {_gb(c.target_bytes)}"
+            f"{'' if self.fits else ', which is not reached'}); {c.recompute_s * 1e3:.3g} ms of forward again a step"
+            + (f"; step {self.step}" if self.step else "")
+        )
 
 
 def checkpoint_blocks(
@@ -60,52 +73,49 @@ def checkpoint_blocks(
     target_bytes: int,
     *,
     blocks: Sequence[str] | None = None,
-    peak_bytes: int | None = None,
+    rounds: int = FEWEST_ROUNDS,
 ) -> Checkpointing:
     """Measures the blocks in a few runs of the step, checkpoints the cheapest set that fits, and returns it.
 
-    Random numbers are drawn again as in the first forward, so dropout is the same. Where the target cannot be reached,
-    the set with the lowest predicted peak is applied, and `fits` is False.
+    Random numbers are drawn again as in the first forward, so dropout is the same. Where the target cannot be reached, the set
+    with the lowest predicted peak is applied, and `fits` is False.
 
     Args:
-        step: forward and backward; it runs up to four times, for real. Large enough a batch that it still fits.
-        target_bytes: of the peak of allocated memory.
+        step: forward and backward; gradients, buffers and random numbers are put back after each run. A batch that fits
+            as it is: what does not fit cannot be measured.
+        target_bytes: of the peak of allocated memory in the step.
         blocks: names of modules that may be checkpointed; default: repeated blocks, found by class.
-        peak_bytes: of the step as it is. Default: measured.
+        rounds: of step times with and without, in turns; 0: neither time nor the new peak are measured.
 
     Raises:
-        ValueError: there are no blocks, or one is checkpointed already.
+        ValueError: there are no blocks, or the forward of one is replaced already.
     """
-    costs = measure_blocks(module, step, blocks)
-    peak = peak_of(module, step) if peak_bytes is None else peak_bytes
-    result = Checkpointing(module, choose(costs, peak, target_bytes), costs)
     modules = dict(module.named_modules())
-    already = [name for name in result.choice.blocks if "forward" in modules[name].__dict__]
+    costs = block_costs(module, step, blocks)
+    already = [cost.name for cost in costs if "forward" in modules[cost.name].__dict__]
     if already:
-        raise ValueError(f"the forward of {already} is replaced already")
-    for name in result.choice.blocks:
-        block = modules[name]
-        block.forward = result._forwards[name] = _Checkpointed(block)
-    if peak_bytes is None:
-        result.measured_peak_bytes = peak_of(module, step)
+        raise ValueError(f"the forward of {already} is replaced already: name other blocks, or undo that first")
+    memory = step_memory(module, step, [cost.name for cost in costs])
+    result = Checkpointing(module, choose(costs, memory, target_bytes), costs)
+    result.apply()
+    if not result.choice.blocks or not rounds:
+        return result
+    result.peak_bytes = step_memory(module, step, [cost.name for cost in costs]).peak_bytes
+
+    def switch(is_new: bool) -> None:
+        result.undo()
+        if is_new:
+            result.apply()
+
+    def run() -> None:
+        with undisturbed(module):
+            step()
+
+    try:
+        result.step = compare(run, run, device_of(module), rounds=rounds, least_s=0, before=switch)
+    finally:
+        result.apply()
     return result
-
-
-def peak_of(module: nn.Module, step: Callable[[], object]) -> int:
-    """Returns the peak of allocated bytes over one run of the step.
-
-    On CUDA the allocator's own; elsewhere the sum over the storages of tensors.
-    """
-    first = next(module.parameters(), None)
-    if first is not None and first.is_cuda:
-        torch.cuda.synchronize(first.device)
-        torch.cuda.reset_peak_memory_stats(first.device)
-        step()
-        torch.cuda.synchronize(first.device)
-        return torch.cuda.max_memory_allocated(first.device)
-    with memory_timeline(module) as recorder:
-        step()
-    return recorder.timeline.peak.total_bytes
 
 
 class _Checkpointed:
@@ -115,14 +125,12 @@ class _Checkpointed:
         self.block = block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        plain = type(self.block).forward
         if not torch.is_grad_enabled():
-            return self._plain(*args, **kwargs)
+            return plain(self.block, *args, **kwargs)
         return checkpoint(
-            self._plain, *args, use_reentrant=False, preserve_rng_state=True, **kwargs
+            plain, self.block, *args, use_reentrant=False, preserve_rng_state=True, **kwargs
         )
-
-    def _plain(self, *args: Any, **kwargs: Any) -> Any:
-        return type(self.block).forward(self.block, *args, **kwargs)
 
 
 def _gb(n_bytes: int) -> str:

@@ -94,11 +94,10 @@ def pad_dimensions(
     if most_extra_frac is None:
         most_extra_frac = LITTLE_FRAC if step is None else MOST_MEASURED_FRAC
     result = Padding(module)
-    candidates = {
-        m: n
-        for n, m in module.named_modules()
-        if isinstance(m, (*PADDED, nn.Embedding, _CONV_T)) and type(m) not in PLAIN
-    }
+    candidates: dict[nn.Module, str] = {}
+    for name, found in module.named_modules():
+        if _is_looked_at(found) and type(found) not in PLAIN:
+            candidates[found] = name
     calls = calls_of(module, candidates, step) if step is not None else {}
     for layer, name in candidates.items():
         call = calls.get(layer)
@@ -121,6 +120,10 @@ def pad_dimensions(
 
 
 _CONV_T = nn.modules.conv._ConvTransposeNd
+
+
+def _is_looked_at(module: nn.Module) -> bool:
+    return isinstance(module, (*PADDED, nn.Embedding, _CONV_T))
 
 
 def _target(

@@ -17,19 +17,19 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flopwise.kit.memory.modules import BACKWARD, Modules, in_backward
+from flopwise.kit.memory.undisturbed import device_of
 from flopwise.kit.nested import tensors_in
 
 CATEGORIES = (
-    "weights",
+    "parameters",
     "gradients",
     "optimizer state",
     "activations",
     "temporaries",
-    "input",
+    "inputs",
     "unknown",
 )
-#: torch's own: a module's hooks are not called in backward by the names that users know.
-BACKWARD = "backward"
 
 
 @dataclass
@@ -129,13 +129,14 @@ def memory_timeline(
     """Records memory over what runs inside of the `with`: one step, best a second one, with optimizer state made.
 
     Args:
-        module: its parameters and buffers are the weights.
+        module: its parameters and buffers are the parameters of the record.
         optimizers: whose state is told apart.
-        inputs: the batch, nested as it likes, if it exists already.
+        inputs: the batch, nested as it likes. Default: what the module is called with.
         device: only tensors there are counted. Default: that of the parameters.
     """
-    first = next(module.parameters(), None)
-    where = torch.device(device or (first.device if first is not None else "cpu"))
+    where = torch.device(device) if device is not None else device_of(module)
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
     recorder = _Recorder(module, list(optimizers), inputs, where)
     with recorder:
         yield recorder
@@ -151,14 +152,14 @@ class _Recorder(TorchDispatchMode):
         inputs: Any,
         device: torch.device,
     ) -> None:
-        super().__init__()
-        self.timeline = Timeline(device.type)
-        self._device = device.type
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.timeline = Timeline(str(device))
+        self._device = device
         self._module, self._optimizers = module, optimizers
         self._inputs = inputs
         self._pieces: dict[int, Piece] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._stack: list[str] = []
+        self._modules = Modules(module)
         self._exit: contextlib.ExitStack | None = None
 
     def mark(self, name: str) -> None:
@@ -167,17 +168,17 @@ class _Recorder(TorchDispatchMode):
 
     def __enter__(self) -> _Recorder:
         for tensor in (*self._module.parameters(), *self._module.buffers()):
-            self._note(tensor, "weights", "start")
+            self._note(tensor, "parameters", "start")
             if tensor.grad is not None:
                 self._note(tensor.grad, "gradients", "start")
         self._tag_optimizer_state("start")
         for tensor in tensors_in(self._inputs):
-            self._note(tensor, "input", "start")
+            self._note(tensor, "inputs", "start")
         self._inputs = None
         self._exit = contextlib.ExitStack()
-        for name, module in self._module.named_modules():
-            for handle in self._hooks(module, name):
-                self._exit.callback(handle.remove)
+        handle = self._module.register_forward_pre_hook(self._called, with_kwargs=True)
+        self._exit.callback(handle.remove)
+        self._modules = self._exit.enter_context(Modules(self._module))
         for parameter in self._module.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 handle = parameter.register_post_accumulate_grad_hook(self._accumulated)
@@ -190,11 +191,11 @@ class _Recorder(TorchDispatchMode):
         self._exit.enter_context(
             torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor)
         )
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         assert self._exit is not None
         self._exit.close()
         self._tag_optimizer_state("end")
@@ -216,7 +217,7 @@ class _Recorder(TorchDispatchMode):
 
     def _note(self, tensor: torch.Tensor, category: str, op: str) -> Piece | None:
         """Follows the storage of a tensor from now on, unless it is followed already."""
-        if tensor.device.type != self._device or tensor.layout != torch.strided:
+        if tensor.device != self._device or tensor.layout != torch.strided:
             return None
         try:
             storage = tensor.untyped_storage()
@@ -226,7 +227,7 @@ class _Recorder(TorchDispatchMode):
         piece = self._pieces.get(key)
         if piece is not None or not n_bytes:
             return piece
-        where = self._stack[-1] if self._stack else BACKWARD if _in_backward() else ""
+        where = self._modules.now or (BACKWARD if in_backward() else "")
         piece = self._pieces[key] = Piece(n_bytes, category, where, op)
         events, pieces, references = self.timeline.events, self._pieces, self._references
 
@@ -239,6 +240,12 @@ class _Recorder(TorchDispatchMode):
         self._references[key] = weakref.ref(storage, gone)
         events.append((piece, n_bytes))
         return piece
+
+    def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        for tensor in tensors_in((args, kwargs)):
+            piece = self._note(tensor, "inputs", "call")
+            if piece is not None and not tensor.requires_grad and piece.category != "parameters":
+                piece.category = "inputs"
 
     def _saved(self, tensor: torch.Tensor) -> torch.Tensor:
         piece = self._note(tensor, "activations", "saved")
@@ -259,23 +266,6 @@ class _Recorder(TorchDispatchMode):
                     piece = self._note(tensor, "optimizer state", op)
                     if piece is not None and piece.category in ("temporaries", "unknown"):
                         piece.category = "optimizer state"
-
-    def _hooks(self, module: nn.Module, name: str) -> list[Any]:
-        def enter(*_: Any) -> None:
-            self._stack.append(name)
-
-        def leave(*_: Any) -> None:
-            if self._stack:
-                self._stack.pop()
-
-        return [
-            module.register_forward_pre_hook(enter),
-            module.register_forward_hook(leave, always_call=True),
-        ]
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _mb(n_bytes: int) -> str:

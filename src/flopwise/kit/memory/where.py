@@ -21,7 +21,7 @@ DEPTH = 200
 
 def user_frame(start: FrameType | None = None) -> FrameType | None:
     """Returns the innermost frame of the script; where all of it is installed packages, the innermost of theirs."""
-    frame = start if start is not None else sys._getframe(1)
+    frame: FrameType | None = start if start is not None else sys._getframe(1)
     fallback = None
     for _ in range(DEPTH):
         if frame is None:
