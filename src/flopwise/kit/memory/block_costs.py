@@ -23,8 +23,12 @@ class BlockCost:
 
     name: str
     kind: str
-    kept_bytes: int = 0  # made in its forward and kept for backward; inputs, outputs and parameters left out
-    input_bytes: int = 0  # inputs that it does not keep as it is, but has to once it is checkpointed
+    kept_bytes: int = (
+        0  # made in its forward and kept for backward; inputs, outputs and parameters left out
+    )
+    input_bytes: int = (
+        0  # inputs that it does not keep as it is, but has to once it is checkpointed
+    )
     forward_s: float = 0.0  # the time of all its calls
     calls: int = 0
 
@@ -75,26 +79,35 @@ def block_costs(
     unknown = [name for name in names if name not in modules]
     if unknown:
         raise ValueError(f"no modules named {unknown}")
-    costs = [BlockCost(name, type(modules[name]).__name__) for name in names]
     device = device_of(module)
-    with undisturbed(module):
+    order: dict[str, None] = {}
+    with undisturbed(module), contextlib.ExitStack() as stack:
+        for name in names:
+            note = modules[name].register_forward_pre_hook(
+                lambda *_, name=name: order.setdefault(name)
+            )
+            stack.callback(note.remove)
         step()
+    if not order:
+        raise ValueError(
+            f"the step called none of the blocks {names}"
+            if names
+            else "there are no repeated blocks: name some"
+        )
+    costs = [BlockCost(name, type(modules[name]).__name__) for name in order]
     for watched in (_timed, _kept):
         with contextlib.ExitStack() as stack:
             stack.enter_context(undisturbed(module))
             for cost in costs:
                 stack.enter_context(watched(modules[cost.name], cost, device))
             step()
-    called = [cost for cost in costs if cost.calls]
-    if not called:
-        raise ValueError(
-            f"the step called none of the blocks {names}" if names else "there are no repeated blocks: name some"
-        )
-    return called
+    return costs
 
 
 @contextlib.contextmanager
-def _hooked(block: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> Iterator[None]:
+def _hooked(
+    block: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
+) -> Iterator[None]:
     hooks = [
         block.register_forward_pre_hook(enter, with_kwargs=True),
         block.register_forward_hook(leave, always_call=True),

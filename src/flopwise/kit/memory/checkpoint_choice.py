@@ -38,7 +38,11 @@ def predicted_peak(costs: Sequence[BlockCost], memory: StepMemory, chosen: set[s
     """
     peak = freed = 0
     for i, cost in enumerate(costs):
-        peak = max(peak, memory.with_blocks[i] - freed, _in_block(cost, memory, i, cost.name in chosen) - freed)
+        peak = max(
+            peak,
+            memory.with_blocks[i] - freed,
+            _in_block(cost, memory, i, cost.name in chosen) - freed,
+        )
         freed += cost.freed_bytes if cost.name in chosen else 0
     return max(peak, memory.with_blocks[-1] - freed)
 

@@ -94,7 +94,9 @@ def checkpoint_blocks(
     costs = block_costs(module, step, blocks)
     already = [cost.name for cost in costs if "forward" in modules[cost.name].__dict__]
     if already:
-        raise ValueError(f"the forward of {already} is replaced already: name other blocks, or undo that first")
+        raise ValueError(
+            f"the forward of {already} is replaced already: name other blocks, or undo that first"
+        )
     memory = step_memory(module, step, [cost.name for cost in costs])
     result = Checkpointing(module, choose(costs, memory, target_bytes), costs)
     result.apply()

@@ -22,10 +22,14 @@ class StepMemory:
     Blocks are numbered in the order in which they run forward; backward goes through them in reverse.
     """
 
-    with_blocks: list[int]  # n + 1: largest while the first k blocks are done, none of them runs backward
+    with_blocks: list[
+        int
+    ]  # n + 1: largest while the first k blocks are done, none of them runs backward
     backward: list[int]  # n: largest from the beginning of the block's backward to the next block's
     backward_start: list[int]  # n: at the beginning of the block's backward
-    working: list[int] = field(default_factory=list)  # n: by how much the block's forward raises memory, at most
+    working: list[int] = field(
+        default_factory=list
+    )  # n: by how much the block's forward raises memory, at most
 
     @property
     def peak_bytes(self) -> int:
@@ -33,9 +37,7 @@ class StepMemory:
         return max([*self.with_blocks, *self.backward])
 
 
-def step_memory(
-    module: nn.Module, step: Callable[[], object], blocks: Sequence[str]
-) -> StepMemory:
+def step_memory(module: nn.Module, step: Callable[[], object], blocks: Sequence[str]) -> StepMemory:
     """Runs the step once and returns the memory that it holds at the borders of its blocks and between them.
 
     On CUDA what the allocator has given out; elsewhere the sum over the storages of tensors.
