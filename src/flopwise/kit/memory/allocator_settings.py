@@ -3,93 +3,45 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
-from flopwise.errors import FlopwiseError
 from flopwise.kit.memory.allocator_state import AllocatorState
-from flopwise.kit.memory.interleaved import FEWEST_ROUNDS, Ratio, ratio_of
+from flopwise.kit.memory.interleaved import FEWEST_ROUNDS, ratio_of
+from flopwise.kit.memory.settings_comparison import (
+    DEFAULT,
+    Run,
+    SettingsComparison,
+    SettingsError,
+)
 
-#: torch reads the first that is set, and never both. Source: c10/cuda/CUDAAllocatorConfig.h of torch 2.13, and what
-#: `torch._C._accelerator_getAllocatorSettings()` says there. Both are set alike, so that it does not matter.
+#: torch 2.9 renamed the first to the second, and reads both; they are set alike, so that it does not matter which.
+#: Source: documentation of CUDA semantics, "Optimizing memory usage with PYTORCH_ALLOC_CONF".
 NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-#: What is tried, by what it is for. The values are those of torch's documentation (CUDA semantics, memory management).
+#: What is tried, by what it is for. The values are those of the same documentation.
 CANDIDATES: Mapping[str, str] = {
     "expandable segments": "expandable_segments:True",
     "cudaMallocAsync": "backend:cudaMallocAsync",
     "round up": "roundup_power2_divisions:8",
     "collect from 80 %": "garbage_collection_threshold:0.8",
 }
-DEFAULT = "as it is"
+_OWN = "own_allocator:"
+#: From this on, a loss differs by more than another order of sums explains. Our choice.
+MOST_LOSS_FRAC = 0.01
 
 
-class SettingsError(FlopwiseError):
-    """Allocator settings could not be measured."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One fresh process under one setting."""
-
-    step_s: float  # median of the timed steps; of a command: all of it
-    state: AllocatorState | None  # at its end; None without CUDA
-    loss: float | None = None
-
-
-@dataclass
-class SettingsComparison:
-    """What each setting came to."""
-
-    runs: dict[str, list[Run]] = field(default_factory=dict)
-    ratios: dict[str, Ratio] = field(default_factory=dict)
-    declined: dict[str, str] = field(default_factory=dict)
-    settings: dict[str, str] = field(default_factory=dict)
-
-    def best(self) -> str:
-        """Returns the setting to keep: the fastest that is shown to be faster, else the default.
-
-        A setting that ran out of memory more often, or retried more often, is not taken.
-        """
-        before = self.trouble(DEFAULT)
-        faster = {
-            name: ratio.ratio
-            for name, ratio in self.ratios.items()
-            if ratio.faster and self.trouble(name) <= before
-        }
-        return min(faster, key=lambda name: faster[name], default=DEFAULT)
-
-    def trouble(self, name: str) -> int:
-        """Returns retries and failures of a setting's runs."""
-        states = [run.state for run in self.runs[name] if run.state is not None]
-        return sum(state.retries + state.out_of_memory for state in states)
-
-    def __str__(self) -> str:
-        """Returns one line a setting."""
-        lines = []
-        for name, runs in self.runs.items():
-            text = f"{name}: {median(run.step_s for run in runs) * 1e3:.3g} ms"
-            states = [run.state for run in runs if run.state is not None]
-            if states:
-                text += (
-                    f", peak {max(s.peak_allocated_bytes for s in states) / 2**30:.2f} GiB allocated and "
-                    f"{max(s.peak_reserved_bytes for s in states) / 2**30:.2f} reserved, "
-                    f"{max(s.fragmentation_frac for s in states):.1%} fragmented, "
-                    f"{sum(s.retries for s in states)} retries"
-                )
-            lines.append(text + (f"; {self.ratios[name]}" if name in self.ratios else ""))
-        return "\n".join(
-            lines + [f"{name}: not tried: {why}" for name, why in self.declined.items()]
-        )
+def own_settings(pool_bytes: int) -> dict[str, str]:
+    """Returns two more settings: the 256-byte allocator of `own_allocator`, without a pool and with one by pointer."""
+    return {"256-byte allocator": f"{_OWN}0", "pool by pointer": f"{_OWN}{pool_bytes}"}
 
 
 def environment(setting: str | None, base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -97,7 +49,7 @@ def environment(setting: str | None, base: Mapping[str, str] | None = None) -> d
     env = dict(os.environ if base is None else base)
     for name in (*NAMES, "PYTORCH_HIP_ALLOC_CONF"):
         env.pop(name, None)
-    if setting is not None:
+    if setting is not None and not setting.startswith(_OWN):
         env.update(dict.fromkeys(NAMES, setting))
     return env
 
@@ -131,7 +83,7 @@ def reasons_against(
             return "expandable segments cannot be registered as NCCL's user buffers everywhere"
         if sys.platform == "win32":
             return "expandable segments need Linux"
-    if "cudaMallocAsync" in setting and cuda_graphs:
+    if cuda_graphs and ("cudaMallocAsync" in setting or setting.startswith(_OWN)):
         return "the pools of CUDA graphs are kept by the native backend"
     return None
 
@@ -148,17 +100,18 @@ def compare_settings(
     timeout_s: float = 600,
     cuda: bool | None = None,
 ) -> SettingsComparison:
-    """Measures each setting in fresh processes, in turns, and returns what came of it.
+    """Measures each setting in fresh processes, in turns, and returns what came of it; `best` names the one to keep.
 
     Args:
         target: "module:function", "file.py:function" or such a function itself: it builds a training and returns the
-            function that runs one step. Or the words of a command that runs a script: `["train.py", "--epochs", "1"]`.
+            function that runs one step, which may return its loss. Or the words of a command that runs a script:
+            `["train.py", "--epochs", "1"]`.
         settings: by name; default `CANDIDATES`. What the processes run with now is measured as "as it is".
         rounds: fresh processes a setting, at least 3.
         cuda_graphs, nccl_user_buffers: whether the training uses them: some settings are left out then.
 
     Raises:
-        SettingsError: the training fails under the setting that it has now, or the function cannot be found again.
+        SettingsError: the training fails under every setting, or the function cannot be found again.
     """
     spec = _spec(target, steps, warmup)
     result = SettingsComparison()
@@ -172,22 +125,41 @@ def compare_settings(
         else:
             tried[name] = result.settings[name] = setting
     for index in range(max(rounds, FEWEST_ROUNDS)):
-        for name in sorted(tried, reverse=index % 2 == 1):
-            if name in result.declined:
+        for name in list(tried) if index % 2 == 0 else reversed(tried):
+            if name in result.failed:
                 continue
-            run = _run(spec, environment(tried[name]), timeout_s)
+            run = _run(spec, tried[name], timeout_s)
             if isinstance(run, Run):
                 result.runs.setdefault(name, []).append(run)
-            elif name == DEFAULT:
-                raise SettingsError(f"the training fails as it is: {run}")
             else:
-                result.declined[name] = f"its process failed: {run}"
+                result.failed[name] = run
                 result.runs.pop(name, None)
-    base = [run.step_s for run in result.runs[DEFAULT]]
-    for name, runs in result.runs.items():
-        if name != DEFAULT:
-            result.ratios[name] = ratio_of(base, [run.step_s for run in runs])
+    if not result.runs:
+        raise SettingsError(
+            f"the training fails under every setting; as it is: {result.failed[DEFAULT]}"
+        )
+    _judge(result)
     return result
+
+
+def _judge(result: SettingsComparison) -> None:
+    """Adds the ratios, and takes out what changes the loss."""
+    base = result.runs.get(DEFAULT)
+    if base is None:
+        return
+    for name, runs in list(result.runs.items()):
+        if name == DEFAULT:
+            continue
+        old, new = base[-1].loss, runs[-1].loss
+        if old is not None and not (new is not None and _close(old, new)):
+            result.failed[name] = f"its loss is {new}, and {old} as it is"
+            del result.runs[name]
+            continue
+        result.ratios[name] = ratio_of([run.step_s for run in base], [run.step_s for run in runs])
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=MOST_LOSS_FRAC) or (math.isnan(a) and math.isnan(b))
 
 
 def _spec(target: Any, steps: int, warmup: int) -> dict[str, Any]:
@@ -210,8 +182,11 @@ def _spec(target: Any, steps: int, warmup: int) -> dict[str, Any]:
     return {"function": target, "steps": steps, "warmup": warmup, "path": sys.path}
 
 
-def _run(spec: dict[str, Any], env: dict[str, str], timeout_s: float) -> Run | str:
+def _run(spec: dict[str, Any], setting: str | None, timeout_s: float) -> Run | str:
     """Returns what one fresh process measured, or what it failed with."""
+    env = environment(setting)
+    if setting is not None and setting.startswith(_OWN):
+        spec = {**spec, "pool_bytes": int(setting.removeprefix(_OWN))}
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         words = [
@@ -233,8 +208,3 @@ def _run(spec: dict[str, Any], env: dict[str, str], timeout_s: float) -> Run | s
         found = json.loads(out.read_text())
     state = found.pop("state")
     return Run(**found, state=AllocatorState(**state) if state else None)
-
-
-def as_json(comparison: SettingsComparison) -> dict[str, Any]:
-    """Returns everything that was measured, as plain data."""
-    return asdict(comparison)

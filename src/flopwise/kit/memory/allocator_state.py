@@ -25,18 +25,20 @@ class AllocatorState:
     requested_bytes: int  # before rounding
 
     @property
-    def unused_frac(self) -> float:
-        """Returns the share of what was taken from the driver that no tensor uses."""
-        return _share(self.reserved_bytes - self.allocated_bytes, self.reserved_bytes)
-
-    @property
     def fragmentation_frac(self) -> float:
         """Returns the share of what was taken that is free but cannot be given back: pieces of split segments."""
         return _share(self.inactive_split_bytes, self.reserved_bytes)
 
     @property
+    def peak_unused_frac(self) -> float:
+        """Returns by how much the most that was taken exceeds the most that was allocated, as a share of it."""
+        return _share(
+            self.peak_reserved_bytes - self.peak_allocated_bytes, self.peak_reserved_bytes
+        )
+
+    @property
     def rounding_frac(self) -> float:
-        """Returns the share of what is allocated that nobody asked for: sizes are rounded up to 512 bytes."""
+        """Returns the share of what is allocated that nobody asked for: sizes are rounded up."""
         return _share(self.allocated_bytes - self.requested_bytes, self.allocated_bytes)
 
 
