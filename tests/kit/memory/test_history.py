@@ -61,9 +61,7 @@ def test_other_ways_to_keep_it(layer: nn.Linear, kind: str) -> None:
     assert [f.name for f in watch.found] == [names[kind]]
 
 
-@pytest.mark.parametrize(
-    "kind", ["detached", "micro-batches", "deep model"]
-)
+@pytest.mark.parametrize("kind", ["detached", "micro-batches", "deep model"])
 def test_loops_without_the_defect(layer: nn.Linear, kind: str) -> None:
     watch, running, step = HistoryWatch(), torch.zeros(()), 0
     for step in range(40):

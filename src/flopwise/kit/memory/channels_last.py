@@ -150,7 +150,13 @@ def _reason(module: nn.Module) -> str | None:
     weights = [m.weight for m in module.modules() if isinstance(m, _CONVOLUTIONS)]
     if not all(type(weight) is nn.Parameter for weight in weights):
         return "its weights are not plain parameters (sharded, or computed)"
-    return None if _weights(module) else "the model is in channels-last layout already"
+    # Of one channel a group, or of one pixel, both layouts are the same: such weights say nothing.
+    laid_out = any(not weight.is_contiguous() for weight in weights)
+    return (
+        "the model is in channels-last layout already"
+        if laid_out and not _weights(module)
+        else None
+    )
 
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:
