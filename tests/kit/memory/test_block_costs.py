@@ -90,6 +90,20 @@ class TestCosts:
         assert [c.name for c in costs] == ["1", "0"]
         assert [(c.calls, c.kept_bytes) for c in costs] == [(2, 2 * ONE)] * 2
 
+    def test_weights_in_16_bits_are_autocasts_to_keep(self) -> None:
+        model, x = nn.Sequential(Block(1), Block(1)), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+        def step(cache: bool = True) -> None:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+                y = model(x)
+            y.sum().backward()
+
+        cast, exp = ONE // 2, ONE // 2  # x and the result of exp in 16 bits
+        assert [c.kept_bytes for c in block_costs(model, step)] == [cast + exp] * 2
+        weights = WIDTH * WIDTH * 2
+        without = block_costs(model, lambda: step(cache=False))
+        assert [c.kept_bytes for c in without] == [cast + exp + weights] * 2
+
     def test_the_model_is_afterwards_what_it_was(self) -> None:
         model = nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(), Block())
         before = {k: v.clone() for k, v in model.state_dict().items()}

@@ -83,6 +83,20 @@ class TestAgainstATarget:
         assert made.step is not None
         assert made.step.rounds == 3
 
+    def test_under_autocast_too(self, net: Net, x: torch.Tensor) -> None:
+        def step() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = net(x).square().mean()
+            loss.backward()
+
+        floor = checkpoint_blocks(net, step, 0, rounds=0)
+        floor.undo()
+        target = (floor.choice.peak_before_bytes + floor.choice.peak_bytes) // 2
+        made = checkpoint_blocks(net, step, target)
+        assert made.peak_bytes is not None
+        assert made.peak_bytes <= made.choice.peak_bytes <= target
+        assert made.choice.peak_bytes == pytest.approx(made.peak_bytes, rel=0.1)
+
     def test_a_lower_target_takes_more_blocks(self, net: Net, x: torch.Tensor) -> None:
         def blocks(target: int) -> int:
             made = checkpoint_blocks(net, lambda: net(x).mean().backward(), target, rounds=0)

@@ -145,10 +145,12 @@ def _kept(block: nn.Module, cost: BlockCost, device: torch.device) -> Iterator[N
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = {_key(t): _bytes(t) for t in tensors_in((args, kwargs)) if t.device == device}
         saved: dict[int, int] = {}
+        # Asked here: inside of an op autocast is off.
+        cached = torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             with contextlib.suppress(RuntimeError, NotImplementedError):
-                if tensor.device == device:
+                if tensor.device == device and not (cached and _is_cast_weight(tensor)):
                     saved[_key(tensor)] = _bytes(tensor)
             return tensor if tensor.is_leaf else tensor.detach()
 
@@ -170,6 +172,23 @@ def _kept(block: nn.Module, cost: BlockCost, device: torch.device) -> Iterator[N
 
     with _hooked(block, enter, leave):
         yield
+
+
+def _is_cast_weight(tensor: torch.Tensor) -> bool:
+    """Returns whether this is a parameter in 16 bits: autocast keeps it until its `with` ends, checkpoint or not."""
+    node: Any = tensor.grad_fn
+    while node is not None and node.name() in _CASTS_AND_VIEWS:
+        node = node.next_functions[0][0]
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
+
+
+_CASTS_AND_VIEWS = (
+    "ToCopyBackward0",
+    "TBackward0",
+    "TransposeBackward0",
+    "ViewBackward0",
+    "PermuteBackward0",
+)
 
 
 def _is_block(module: nn.Module) -> bool:
