@@ -52,10 +52,10 @@ def test_it_is_told_in_words() -> None:
     result.declined["b"] = "no"
     result.failed["c"] = "out of memory"
     assert str(result) == (
-        "as it is: 1e+03 ms, peak 3.00 GiB allocated, 4.00 GiB reserved, 25.0% fragmented at the end, "
+        "as it is: 1 s, peak 3.00 GiB allocated, 4.00 GiB reserved, 25.0% fragmented at the end, "
         "3 retries in 3 runs\n"
         "a: 850 ms, peak 3.00 GiB allocated, 4.00 GiB reserved, 25.0% fragmented at the end, "
-        "3 retries in 3 runs; 0.850 of the time (95 % interval 0.800 to 0.900, 3 rounds; 1e+03 ms "
+        "3 retries in 3 runs; 0.850 of the time (95 % interval 0.800 to 0.900, 3 rounds; 1 s "
         "before, 850 ms after)\n"
         "c: failed: out of memory\n"
         "b: not tried: no\n"

@@ -119,8 +119,8 @@ class TestPeak:
 
     def test_it_is_told_in_words(self, record: tuple[Net, Timeline]) -> None:
         text = str(record[1])
-        assert text.startswith("peak 0.1 MB on cpu after aten.")
-        assert "\n  parameters: 0.0 MB" in text
+        assert text.startswith("peak 53.6 kB on cpu after aten.")
+        assert "\n  parameters: 8.45 kB\n" in text
 
     def test_without_events(self) -> None:
         with memory_timeline(nn.Identity()) as recorder:

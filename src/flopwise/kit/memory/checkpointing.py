@@ -15,6 +15,7 @@ from flopwise.kit.memory.checkpoint_choice import Choice, choose
 from flopwise.kit.memory.interleaved import FEWEST_ROUNDS, Ratio, compare
 from flopwise.kit.memory.step_memory import step_memory
 from flopwise.kit.memory.undisturbed import device_of, undisturbed
+from flopwise.units import duration, size
 
 
 @dataclass
@@ -55,14 +56,16 @@ class Checkpointing:
         c = self.choice
         if not c.blocks:
             return (
-                f"no block checkpointed: the peak is {_gb(c.peak_before_bytes)}, the target {_gb(c.target_bytes)}"
+                f"no block checkpointed: the peak is {size(c.peak_before_bytes)}, the target {size(c.target_bytes)}"
                 + ("" if c.fits else ", which is not reached: blocks keep too little")
             )
-        measured = "not measured" if self.peak_bytes is None else f"{_gb(self.peak_bytes)} measured"
+        measured = (
+            "not measured" if self.peak_bytes is None else f"{size(self.peak_bytes)} measured"
+        )
         return (
-            f"{len(c.blocks)} of {len(self.costs)} blocks checkpointed: peak {_gb(c.peak_before_bytes)} -> "
-            f"{_gb(c.peak_bytes)} predicted, {measured} (target {_gb(c.target_bytes)}"
-            f"{'' if self.fits else ', which is not reached'}); {c.recompute_s * 1e3:.3g} ms of forward again a step"
+            f"{len(c.blocks)} of {len(self.costs)} blocks checkpointed: peak {size(c.peak_before_bytes)} -> "
+            f"{size(c.peak_bytes)} predicted, {measured} (target {size(c.target_bytes)}"
+            f"{'' if self.fits else ', which is not reached'}); {duration(c.recompute_s)} of forward again a step"
             + (f"; step {self.step}" if self.step else "")
         )
 
@@ -133,7 +136,3 @@ class _Checkpointed:
         return checkpoint(
             plain, self.block, *args, use_reentrant=False, preserve_rng_state=True, **kwargs
         )
-
-
-def _gb(n_bytes: int) -> str:
-    return f"{n_bytes / 1e9:.3g} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:.3g} MB"

@@ -13,6 +13,7 @@ from torch import nn
 
 from flopwise.kit.memory.interleaved import Ratio, compare, synchronize
 from flopwise.kit.memory.undisturbed import device_of, undisturbed
+from flopwise.units import duration
 
 #: Share of the later steps that may bring a new shape before shapes are called varying: the last, smaller batch of an
 #: epoch is one in many. Our choice.
@@ -63,7 +64,7 @@ class SearchChoice:
         """Returns the choice in words."""
         text = f"cudnn.benchmark {'on' if self.on else 'off'}: {self.reason}"
         if self.search_s is not None:
-            text += f"; the search took {self.search_s:.3g} s in the first step"
+            text += f"; the search took {duration(self.search_s)} in the first step"
         if self.first_peak_bytes is not None and self.peak_bytes is not None:
             text += (
                 f", with a peak of {self.first_peak_bytes / 2**30:.2f} GiB for scratch memory of what it tried "
@@ -139,8 +140,8 @@ def _choose(
         return SearchChoice(False, "the step runs no convolution", watched)
     seen = f"{watched.distinct} distinct shapes of one layer in {n} steps"
     if watched.varying:
-        slow = f", first uses took {median(watched.first_s) * 1e3:.3g} ms (median)"
-        again = f", others {median(watched.again_s) * 1e3:.3g} ms" if watched.again_s else ""
+        slow = f", first uses took {duration(median(watched.first_s))} (median)"
+        again = f", others {duration(median(watched.again_s))}" if watched.again_s else ""
         return SearchChoice(
             False,
             f"{seen}{slow}{again}: each would be searched for; bring sizes into a few buckets first",

@@ -15,6 +15,8 @@ from typing import Any, overload
 
 import torch
 
+from flopwise.units import size
+
 #: Collections below are not looked at: what they copy does not matter.
 FEWEST_OBJECTS = 10_000
 #: Objects of a collection whose sizes stand for all.
@@ -42,8 +44,8 @@ class CopiedObjects:
         """Returns the projection and the remedy."""
         remedy = "PackedStrings" if self.kind.endswith(("str", "bytes")) else "a tensor or an array"
         return (
-            f"{self.path}: {self.kind} of {self.objects} objects, {self.object_bytes / 1e6:.3g} MB: reading them copies "
-            f"their pages, up to {self.object_bytes / 1e6:.3g} MB in each worker, {self.peak_bytes / 1e6:.3g} MB with "
+            f"{self.path}: {self.kind} of {self.objects} objects, {size(self.object_bytes)}: reading them copies "
+            f"their pages, up to {size(self.object_bytes)} in each worker, {size(self.peak_bytes)} with "
             f"{self.workers} workers. It is no leak of the loader. Keep them in {remedy}"
         )
 
@@ -70,8 +72,8 @@ def _collections(
         if len(value) >= FEWEST_OBJECTS:
             inside = list(islice(value.values() if isinstance(value, dict) else value, SAMPLE))
             name = type(inside[0]).__name__
-            size = sum(map(_size, inside)) * len(value) // len(inside) + sys.getsizeof(value)
-            yield path, f"{type(value).__name__} of {name}", len(value), size
+            n_bytes = sum(map(_size, inside)) * len(value) // len(inside) + sys.getsizeof(value)
+            yield path, f"{type(value).__name__} of {name}", len(value), n_bytes
             return
         items = value.items() if isinstance(value, dict) else enumerate(value)
         inner = [(f"{path}[{key!r}]", item) for key, item in islice(items, SAMPLE)]
@@ -84,12 +86,12 @@ def _collections(
 
 def _size(value: Any) -> int:
     """Returns the bytes of an object, and of what it holds, one level deep."""
-    size = sys.getsizeof(value)
+    own = sys.getsizeof(value)
     if isinstance(value, (list, tuple)):
-        return size + sum(map(sys.getsizeof, value))
+        return own + sum(map(sys.getsizeof, value))
     if isinstance(value, dict):
-        return size + sum(sys.getsizeof(k) + sys.getsizeof(v) for k, v in value.items())
-    return size
+        return own + sum(sys.getsizeof(k) + sys.getsizeof(v) for k, v in value.items())
+    return own
 
 
 class PackedStrings(Sequence[str]):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flopwise.kit.memory.where import place
+from flopwise.units import size
 
 #: Steps in a row by which a graph has to grow before it is called so: fewer could be an accumulation over micro-batches,
 #: whose losses are added up and run backward together. Our choice.
@@ -32,8 +33,8 @@ class KeptHistory:
     def __str__(self) -> str:
         """Returns what holds what, and the cure, which makes nothing wait for the device."""
         return (
-            f"{self.name} ({self.where or 'unknown place'}) keeps the graph of every step: {self.bytes_per_step / 1e6:.3g} "
-            f"MB and {self.nodes_per_step} nodes more each step over {self.steps} steps. Detach what is added to it "
+            f"{self.name} ({self.where or 'unknown place'}) keeps the graph of every step: {size(self.bytes_per_step)} "
+            f"and {self.nodes_per_step} nodes more each step over {self.steps} steps. Detach what is added to it "
             f"(`{self.name.partition('[')[0]} += loss.detach()`) and read it at the end: `.item()` in each step would wait for "
             "the device"
         )

@@ -10,6 +10,8 @@ from statistics import fmean, median, stdev
 
 import torch
 
+from flopwise.units import duration
+
 #: 97.5 % quantiles of Student's t by degrees of freedom. Source: Abramowitz & Stegun, table 26.10.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
       2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
@@ -37,7 +39,7 @@ class Ratio:
         """Returns the ratio with its interval and both times."""
         return (
             f"{self.ratio:.3f} of the time (95 % interval {self.low:.3f} to {self.high:.3f}, "
-            f"{self.rounds} rounds; {self.old_s * 1e3:.3g} ms before, {self.new_s * 1e3:.3g} ms after)"
+            f"{self.rounds} rounds; {duration(self.old_s)} before, {duration(self.new_s)} after)"
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from flopwise.errors import FlopwiseError
 from flopwise.kit.memory.allocator_state import AllocatorState
 from flopwise.kit.memory.interleaved import Ratio
+from flopwise.units import duration
 
 DEFAULT = "as it is"
 
@@ -77,7 +78,7 @@ class SettingsComparison:
         return "\n".join([*lines, f"to keep: {best}" + (f" ({value})" if value else "")])
 
     def _line(self, name: str) -> str:
-        text = f"{name}: {self.step_s(name) * 1e3:.3g} ms"
+        text = f"{name}: {duration(self.step_s(name))}"
         states = [run.state for run in self.runs[name] if run.state is not None]
         if states:
             text += (

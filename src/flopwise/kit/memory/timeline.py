@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flopwise.kit.memory.modules import BACKWARD, Modules, in_backward
 from flopwise.kit.memory.undisturbed import device_of
 from flopwise.kit.nested import tensors_in
+from flopwise.units import size
 
 CATEGORIES = (
     "parameters",
@@ -97,9 +98,9 @@ class Timeline:
     def __str__(self) -> str:
         """Returns the peak by category and its largest parts."""
         peak = self.peak
-        lines = [f"peak {_mb(peak.total_bytes)} on {self.device} after {peak.op}"]
-        lines += [f"  {c}: {_mb(n)}" for c in CATEGORIES if (n := peak.by_category.get(c, 0))]
-        lines += [f"  {m or '-'}: {_mb(n)} of {c}" for m, c, n in self.at_peak_by_module()[:8]]
+        lines = [f"peak {size(peak.total_bytes)} on {self.device} after {peak.op}"]
+        lines += [f"  {c}: {size(n)}" for c in CATEGORIES if (n := peak.by_category.get(c, 0))]
+        lines += [f"  {m or '-'}: {size(n)} of {c}" for m, c, n in self.at_peak_by_module()[:8]]
         return "\n".join(lines)
 
     def _peak_index(self) -> int:
@@ -266,7 +267,3 @@ class _Recorder(TorchDispatchMode):
                     piece = self._note(tensor, "optimizer state", op)
                     if piece is not None and piece.category in ("temporaries", "unknown"):
                         piece.category = "optimizer state"
-
-
-def _mb(n_bytes: int) -> str:
-    return f"{n_bytes / 1e6:.1f} MB"
