@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 
 from flopwise.kit.memory import interleaved, padding_trial
@@ -161,6 +164,31 @@ class TestVocabulary:
         loss_of(compiled, tokens).backward()
         loss_of(plain, tokens).backward()
         torch.testing.assert_close(padded.head.weight.grad, plain.head.weight.grad)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
+def test_under_ddp_gradients_are_reduced_as_ever(
+    pair: tuple[Lm, Lm], tokens: torch.Tensor, when: str
+) -> None:
+    plain, padded = pair
+    if when == "before wrapping":
+        pad_dimensions(padded, dtype=torch.bfloat16)
+    wrapped = DistributedDataParallel(padded, gradient_as_bucket_view=True)
+    if when == "after wrapping":
+        assert pad_dimensions(wrapped, dtype=torch.bfloat16).layers[0].name == "module.head"
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1, momentum=0.9)
+    losses = train(wrapped, optimizer, tokens)
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), tokens)
+    assert losses == pytest.approx(expected, rel=1e-12)
+    torch.testing.assert_close(padded.head.weight, plain.head.weight, rtol=1e-9, atol=1e-9)
 
 
 class TestWhatIsLeftAlone:
