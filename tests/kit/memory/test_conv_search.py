@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,25 +84,37 @@ class TestChoice:
         self, net: nn.Module, monkeypatch: pytest.MonkeyPatch, high: float, on: bool
     ) -> None:
         ratio = Ratio(0.002, 0.001, 0.7, 0.6, high, 7)
-        flags: list[bool] = []
+        seen: list[tuple[bool, str]] = []
 
-        def compare(old: Any, new: Any, device: Any, rounds: int, before: Any) -> Ratio:
-            for is_new in (False, True):
-                before(is_new)
-                flags.append(torch.backends.cudnn.benchmark)
+        def step() -> None:
+            net(torch.randn(2, 3, 9, 9)).mean().backward()
+            seen.append((torch.backends.cudnn.benchmark, threading.current_thread().name))
+
+        def compare(old: Any, new: Any, device: Any, rounds: int) -> Ratio:
+            for call in (old, new, new, old):
+                call()
             return ratio
 
+        def timed(step: Any, device: Any) -> tuple[float, int]:
+            step()
+            return 2.0, 3 * 2**30
+
         monkeypatch.setattr(conv_search, "compare", compare)
-        monkeypatch.setattr(conv_search, "_timed_step", lambda step, device: (2.0, 3 * 2**30))
+        monkeypatch.setattr(conv_search, "_timed_step", timed)
         monkeypatch.setattr(conv_search, "synchronize", lambda device: None)
         monkeypatch.setattr(conv_search, "device_of", lambda module: torch.device("cuda"))
-        choice = choose_cudnn_benchmark(net, steps(net, [9]), steps=5)
-        assert flags == [False, True]
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        choice = choose_cudnn_benchmark(net, step, steps=5)
+        assert [flag for flag, _ in seen] == [False] * 5 + [True, True, False, True, True, False]
+        # Each setting has its thread, neither of which is the one that goes on to train.
+        threads = {flag: {name for f, name in seen if f is flag} for flag in (False, True)}
+        assert len(threads[False]) == len(threads[True]) == 1
+        assert len(threads[False] | threads[True] | {threading.current_thread().name}) == 3
         assert choice.on is torch.backends.cudnn.benchmark is on
         assert "the search took 2 s in the first step, with a peak of 3.00 GiB" in str(choice)
 
     def test_a_step_that_fails_leaves_the_flag(self, net: nn.Module) -> None:
         torch.backends.cudnn.benchmark = True
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="expected input"):
             choose_cudnn_benchmark(net, lambda: net(torch.randn(1, 5, 9, 9)))
         assert torch.backends.cudnn.benchmark

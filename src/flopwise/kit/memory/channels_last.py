@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flopwise.kit.memory.interleaved import Ratio, compare
 from flopwise.kit.memory.same_results import why_unlike
-from flopwise.kit.memory.undisturbed import device_of, undisturbed
+from flopwise.kit.memory.undisturbed import device_of, undisturbed, without_gradients
 from flopwise.kit.nested import map_tensors
 
 #: By the number of dimensions of an image or a weight.
@@ -107,10 +107,9 @@ def choose_channels_last(
             with undisturbed(module):
                 step()  # what fails without it too is the caller's to see
             result.declined = f"with it the step fails: {str(error).splitlines()[0]}"
+    result.undo()
     if result.declined is None:
-        result.apply()
-    else:
-        result.undo()
+        result.apply()  # anew: the gradients that were put aside go along
     return result
 
 
@@ -133,11 +132,9 @@ def _try(result: ChannelsLast, step: Callable[[], object], rounds: int) -> str |
         else:
             result.undo()
 
-    def run() -> None:
-        with undisturbed(result.module):
-            step()
-
-    result.measured = compare(run, run, device_of(result.module), rounds=rounds, before=switch)
+    run = without_gradients(result.module, step)
+    with undisturbed(result.module):
+        result.measured = compare(run, run, device_of(result.module), rounds=rounds, before=switch)
     return None if result.measured.faster else f"not shown to be faster: {result.measured}"
 
 

@@ -14,7 +14,7 @@ from flopwise.kit.memory.block_costs import BlockCost, block_costs
 from flopwise.kit.memory.checkpoint_choice import Choice, choose
 from flopwise.kit.memory.interleaved import FEWEST_ROUNDS, Ratio, compare
 from flopwise.kit.memory.step_memory import step_memory
-from flopwise.kit.memory.undisturbed import device_of, undisturbed
+from flopwise.kit.memory.undisturbed import device_of, undisturbed, without_gradients
 from flopwise.units import duration, size
 
 
@@ -112,12 +112,12 @@ def checkpoint_blocks(
         if is_new:
             result.apply()
 
-    def run() -> None:
-        with undisturbed(module):
-            step()
-
+    run = without_gradients(module, step)
     try:
-        result.step = compare(run, run, device_of(module), rounds=rounds, least_s=0, before=switch)
+        with undisturbed(module):
+            result.step = compare(
+                run, run, device_of(module), rounds=rounds, least_s=0, before=switch
+            )
     finally:
         result.apply()
     return result

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from flopwise.kit.memory.interleaved import Ratio, compare, synchronize
-from flopwise.kit.memory.undisturbed import device_of, undisturbed
+from flopwise.kit.memory.undisturbed import device_of, undisturbed, without_gradients
 from flopwise.units import duration
 
 #: Share of the later steps that may bring a new shape before shapes are called varying: the last, smaller batch of an
@@ -26,6 +27,7 @@ _CONVOLUTIONS = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
 )
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -112,28 +114,67 @@ def choose_cudnn_benchmark(
     """Sets `torch.backends.cudnn.benchmark` by what the step's shapes and times say, and returns the choice.
 
     Off where new shapes keep coming, each of which would be searched for; on where they repeat and the step is shown to be
-    faster with it.
+    faster with it. Call it before the model has run: what a thread has chosen for a shape once, it keeps.
+
+    Source: aten/src/ATen/native/cudnn/Conv_v8.cpp keeps one cache of plans a thread, for both settings. So each setting is
+    measured in a thread of its own, which runs its backward passes too.
 
     Args:
-        step: forward and backward on the next batch; gradients, buffers and random numbers are put back.
+        step: forward and backward on the next batch, with autocast inside if it is used; gradients, buffers and random
+            numbers are put back.
         steps: to watch, at first.
     """
     before = torch.backends.cudnn.benchmark
     device = device_of(module)
-    with undisturbed(module):
-        torch.backends.cudnn.benchmark = False
-        try:
-            watched = watch_shapes(module, step, steps)
-            choice = _choose(watched, step, device, rounds)
-        except BaseException:
-            torch.backends.cudnn.benchmark = before
-            raise
+    run = without_gradients(module, step)
+    try:
+        with undisturbed(module), _Settings(device) as settings:
+            watched = settings.off(lambda: watch_shapes(module, run, steps))
+            choice = _choose(watched, run, settings, device, rounds)
+    except BaseException:
+        torch.backends.cudnn.benchmark = before
+        raise
     torch.backends.cudnn.benchmark = choice.on if device.type == "cuda" else before
     return choice
 
 
+class _Settings:
+    """Two threads, each with cuDNN's choices of its own: with the search and without."""
+
+    def __init__(self, device: torch.device) -> None:
+        def start() -> None:
+            torch.autograd.set_multithreading_enabled(False)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+
+        self._threads = {on: ThreadPoolExecutor(1, initializer=start) for on in (False, True)}
+
+    def __enter__(self) -> _Settings:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for thread in self._threads.values():
+            thread.shutdown()
+
+    def off(self, call: Callable[[], _T]) -> _T:
+        """Returns what a call gives without the search."""
+        return self._run(False, call)
+
+    def on(self, call: Callable[[], _T]) -> _T:
+        """Returns what a call gives with the search."""
+        return self._run(True, call)
+
+    def _run(self, on: bool, call: Callable[[], _T]) -> _T:
+        torch.backends.cudnn.benchmark = on
+        return self._threads[on].submit(call).result()
+
+
 def _choose(
-    watched: ShapeWatch, step: Callable[[], object], device: torch.device, rounds: int
+    watched: ShapeWatch,
+    step: Callable[[], object],
+    settings: _Settings,
+    device: torch.device,
+    rounds: int,
 ) -> SearchChoice:
     n = len(watched.first_s) + len(watched.again_s)
     if not watched.distinct:
@@ -142,26 +183,21 @@ def _choose(
     if watched.varying:
         slow = f", first uses took {duration(median(watched.first_s))} (median)"
         again = f", others {duration(median(watched.again_s))}" if watched.again_s else ""
-        return SearchChoice(
-            False,
-            f"{seen}{slow}{again}: each would be searched for; bring sizes into a few buckets first",
-            watched,
+        why = (
+            f"{seen}{slow}{again}: each would be searched for; bring sizes into a few buckets first"
         )
+        return SearchChoice(False, why, watched)
     if device.type != "cuda":
         return SearchChoice(False, f"{seen}; there is no cuDNN on a {device.type}", watched)
-    torch.backends.cudnn.benchmark = True
-    search_s, first_peak = _timed_step(step, device)
-    _, peak = _timed_step(step, device)
-
-    def switch(is_new: bool) -> None:
-        torch.backends.cudnn.benchmark = is_new
-
-    ratio = compare(step, step, device, rounds=rounds, before=switch)
+    search_s, first_peak = settings.on(lambda: _timed_step(step, device))
+    _, peak = settings.on(lambda: _timed_step(step, device))
+    ratio = compare(lambda: settings.off(step), lambda: settings.on(step), device, rounds=rounds)
     verdict = f"{seen}, {'faster' if ratio.faster else 'not shown to be faster'} with it: {ratio}"
     return SearchChoice(ratio.faster, verdict, watched, ratio, search_s, first_peak, peak)
 
 
 def _timed_step(step: Callable[[], object], device: torch.device) -> tuple[float, int]:
+    """Returns the time of one step, and the peak of reserved memory."""
     synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()

@@ -177,7 +177,7 @@ def _runtime() -> ctypes.CDLL:
     """Returns the CUDA runtime that torch has loaded."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    path = next((line.split()[-1] for line in lines if "libcudart" in line), None)
+    path = next((line.split(maxsplit=5)[-1] for line in lines if "libcudart" in line), None)
     if path is None:
         raise AllocatorError(
             "the CUDA runtime is not found in this process: the own allocator is not tried"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -42,6 +42,18 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             MemoryWarning,
             stacklevel=4,
         )
+
+
+def without_gradients(module: nn.Module, step: Callable[[], object]) -> Callable[[], None]:
+    """Returns the step with the gradients dropped before it, as `zero_grad` does: what is timed makes them anew."""
+    parameters = list(module.parameters())
+
+    def run() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        step()
+
+    return run
 
 
 def device_of(module: nn.Module) -> torch.device:
