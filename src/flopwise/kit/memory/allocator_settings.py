@@ -23,11 +23,13 @@ from flopwise.kit.memory.settings_comparison import (
     SettingsError,
 )
 
-#: torch 2.9 renamed the first to the second, and reads both; they are set alike, so that it does not matter which.
-#: Source: documentation of CUDA semantics, "Optimizing memory usage with PYTORCH_ALLOC_CONF".
+#: The second is the newer name of the first. torch reads either; they are set alike, so that it does not matter which.
+#: Source: c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h of torch 2.13.
 NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-#: What is tried, by what it is for. The values are those of the same documentation.
+#: What is tried, by what it is for. The last does something only in a process that limits its share of memory
+#: (`torch.cuda.set_per_process_memory_fraction`). Source: documentation of CUDA semantics, "Memory management", for the
+#: values; c10/cuda/CUDACachingAllocator.cpp (`set_fraction &&`) for the limit.
 CANDIDATES: Mapping[str, str] = {
     "expandable segments": "expandable_segments:True",
     "cudaMallocAsync": "backend:cudaMallocAsync",

@@ -102,7 +102,7 @@ def fragmentation_now() -> Fragmentation | None:
     """Returns the fragmentation of this process' CUDA memory; None where CUDA has not been used."""
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
-    return fragmentation(torch.cuda.memory_snapshot(include_traces=False))
+    return fragmentation(torch.cuda.memory_snapshot())
 
 
 def read_snapshot(path: str | Path) -> list[dict[str, Any]]:
