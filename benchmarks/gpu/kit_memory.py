@@ -31,6 +31,7 @@ SECTIONS = (
     "allocator",
     "tight",
     "pointer",
+    "pointer_fixed",
 )
 #: Most seconds of one section.
 SECTION_S = 170.0

@@ -17,7 +17,6 @@ from torch import nn
 
 from flopwise.kit.memory import (
     CANDIDATES,
-    allocator_state,
     audit_alignment,
     checkpoint_blocks,
     choose_channels_last,
@@ -402,7 +401,7 @@ def settings(tiny: bool, function: str, chosen: dict[str, str], steps: int) -> F
 def allocator(tiny: bool) -> Found:
     """Lengths that change in every step: each setting of torch's allocator in processes of its own."""
     chosen = dict(list(CANDIDATES.items())[:1]) if tiny else dict(CANDIDATES)
-    return settings(tiny, "varying_tiny" if tiny else "varying", chosen, 40)
+    return settings(tiny, "varying_tiny" if tiny else "varying", chosen, 30)
 
 
 def tight(tiny: bool) -> Found:
@@ -414,14 +413,14 @@ def tight(tiny: bool) -> Found:
 
 
 def pointer(tiny: bool) -> Found:
-    """The 256-byte allocator and a pool by pointer beside torch's, on changing lengths and on one."""
+    """The 256-byte allocator and a pool by pointer beside torch's, on changing lengths."""
     if tiny:
         return {"text": "needs a CUDA device"}
-    chosen = own_settings(64 << 30)
-    found = {name: settings(tiny, name, chosen, 30) for name in ("varying", "fixed")}
-    state = allocator_state()
-    return {
-        "text": "\n".join(f"{n}:\n{f['text']}" for n, f in found.items()),
-        "state": state,
-        **found,
-    }
+    return settings(tiny, "varying", own_settings(64 << 30), 30)
+
+
+def pointer_fixed(tiny: bool) -> Found:
+    """The same on rows of one length."""
+    if tiny:
+        return {"text": "needs a CUDA device"}
+    return settings(tiny, "fixed", own_settings(64 << 30), 15)

@@ -25,7 +25,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(280)
 def test_every_section_runs_on_a_cpu(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    only = "padding,layers,checkpointing,timeline,search,emptied,pinned,tight,pointer"
+    only = "padding,layers,checkpointing,timeline,search,emptied,pinned,tight,pointer,pointer_fixed"
     done = run("--out", str(out), "--only", only)
     found = json.loads(out.read_text())["sections"]
     assert done.returncode == 0, {n: s.get("traceback", s.get("failed")) for n, s in found.items()}

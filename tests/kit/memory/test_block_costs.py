@@ -42,7 +42,7 @@ class TestRepeatedBlocks:
 class TestCosts:
     def test_what_is_kept_besides_inputs_outputs_and_parameters(self) -> None:
         model, x = nn.Sequential(Block(1), Block(3)), torch.randn(ROWS, WIDTH)
-        costs = block_costs(model, lambda: model(x).sum().backward())
+        costs = block_costs(model, lambda: model(x).sum().backward(), ["0", "1"])
         assert [(c.name, c.kind, c.kept_bytes, c.input_bytes, c.calls) for c in costs] == [
             ("0", "Block", ONE, 0, 1),
             ("1", "Block", 3 * ONE, 0, 1),
@@ -60,7 +60,7 @@ class TestCosts:
                 return (x + self.weight).exp() + 1  # x itself is not kept
 
         model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(ROWS, WIDTH)
-        first, second = block_costs(model, lambda: model(x).sum().backward())
+        first, second = block_costs(model, lambda: model(x).sum().backward(), ["0", "1"])
         assert (first.kept_bytes, first.input_bytes, first.freed_bytes) == (ONE, ONE, 0)
         assert (second.kept_bytes, second.input_bytes) == (ONE, ONE)
 
@@ -74,7 +74,9 @@ class TestCosts:
                 return self.linear(x).exp()  # type: ignore[no-any-return]
 
         model, x = nn.Sequential(Exp(), Exp()), torch.randn(ROWS, WIDTH)
-        assert [c.kept_bytes for c in block_costs(model, lambda: model(x).sum().backward())] == [
+        assert [
+            c.kept_bytes for c in block_costs(model, lambda: model(x).sum().backward(), ["0", "1"])
+        ] == [
             0,
             0,
         ]
@@ -86,7 +88,7 @@ class TestCosts:
             for rows in (ROWS, 2 * ROWS):  # two micro-batches
                 blocks[0](blocks[1](torch.randn(rows, WIDTH))).sum().backward()
 
-        costs = block_costs(blocks, step)
+        costs = block_costs(blocks, step, repeated_blocks(blocks))
         assert [c.name for c in costs] == ["1", "0"]
         assert [(c.calls, c.kept_bytes) for c in costs] == [(2, 2 * ONE)] * 2
 
@@ -99,9 +101,9 @@ class TestCosts:
             y.sum().backward()
 
         cast, exp = ONE // 2, ONE // 2  # x and the result of exp in 16 bits
-        assert [c.kept_bytes for c in block_costs(model, step)] == [cast + exp] * 2
+        assert [c.kept_bytes for c in block_costs(model, step, ["0", "1"])] == [cast + exp] * 2
         weights = WIDTH * WIDTH * 2
-        without = block_costs(model, lambda: step(cache=False))
+        without = block_costs(model, lambda: step(cache=False), ["0", "1"])
         assert [c.kept_bytes for c in without] == [cast + exp + weights] * 2
 
     def test_the_model_is_afterwards_what_it_was(self) -> None:
@@ -123,6 +125,6 @@ class TestCosts:
         with pytest.raises(ValueError, match=r"no modules named \['7'\]"):
             block_costs(model, lambda: None, ["7"])
         with pytest.raises(ValueError, match=r"the step called none of the blocks \['0', '1'\]"):
-            block_costs(model, lambda: None)
+            block_costs(model, lambda: None, ["0", "1"])
         with pytest.raises(ValueError, match="there are no repeated blocks: name some"):
-            block_costs(nn.Linear(2, 2), lambda: None)
+            block_costs(nn.Linear(2, 2), lambda: None, [])

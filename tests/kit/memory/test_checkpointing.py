@@ -75,7 +75,7 @@ class TestAgainstATarget:
         assert made.choice.peak_before_bytes == before
         assert made.fits
         assert made.choice.fits
-        assert 0 < len(made.choice.blocks) < 6
+        assert 0 < len(made.blocks) < 6
         assert made.peak_bytes is not None
         assert peak(net, x) == made.peak_bytes <= target
         assert made.choice.peak_bytes == pytest.approx(made.peak_bytes, rel=0.05)
@@ -101,7 +101,7 @@ class TestAgainstATarget:
         def blocks(target: int) -> int:
             made = checkpoint_blocks(net, lambda: net(x).mean().backward(), target, rounds=0)
             made.undo()
-            return len(made.choice.blocks)
+            return len(made.blocks)
 
         full = peak(net, x)
         counts = [blocks(int(full * share)) for share in (1.1, 0.9, 0.7, 0.5)]
@@ -112,14 +112,14 @@ class TestAgainstATarget:
     def test_a_target_out_of_reach_is_said(self, net: Net, x: torch.Tensor) -> None:
         made = checkpoint_blocks(net, lambda: net(x).mean().backward(), 1000)
         assert not made.fits
-        assert len(made.choice.blocks) >= 5
+        assert len(made.blocks) >= 5
         assert "(target 1 kB, which is not reached)" in str(made)
         assert "predicted" in str(made)
         assert " of forward again a step; step " in str(made)
 
     def test_a_target_that_is_kept_already(self, net: Net, x: torch.Tensor) -> None:
         made = checkpoint_blocks(net, lambda: net(x).mean().backward(), 10**9)
-        assert made.choice.blocks == ()
+        assert made.blocks == ()
         assert str(made).startswith("no block checkpointed: the peak is ")
 
 
@@ -195,6 +195,25 @@ class TestRemovable:
         net.blocks[2].forward = lambda x, scale: x
         with pytest.raises(ValueError, match=r"the forward of \['blocks.2'\] is replaced already"):
             checkpoint_blocks(net, lambda: net(x).mean().backward(), 0)
+
+    def test_a_step_that_does_not_fit_as_it_is_gets_all_blocks_checkpointed(
+        self, net: Net, x: torch.Tensor
+    ) -> None:
+        def step() -> None:
+            if "forward" not in net.blocks[0].__dict__:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            net(x).mean().backward()
+
+        made = checkpoint_blocks(net, step, 10**9)
+        assert len(made.blocks) == 6
+        assert made.choice is None
+        assert made.fits
+        assert made.peak_bytes is not None
+        assert str(made).startswith(
+            "the step runs out of memory as it is: all 6 blocks checkpointed, peak "
+        )
+        made.undo()
+        assert all("forward" not in block.__dict__ for block in net.blocks)
 
     def test_a_step_that_fails_leaves_the_model_as_it_was(self, net: Net, x: torch.Tensor) -> None:
         def step() -> None:

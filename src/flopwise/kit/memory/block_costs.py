@@ -61,7 +61,7 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def block_costs(
-    module: nn.Module, step: Callable[[], object], blocks: Sequence[str] | None = None
+    module: nn.Module, step: Callable[[], object], names: Sequence[str]
 ) -> list[BlockCost]:
     """Runs the step three times and returns what each block keeps and costs, of those that it calls, as they are called.
 
@@ -69,13 +69,12 @@ def block_costs(
 
     Args:
         step: forward and backward; gradients, buffers and random numbers are put back.
-        blocks: names of modules; default: `repeated_blocks`.
+        names: of modules, as from `repeated_blocks`.
 
     Raises:
         ValueError: a name is no module's, or no block was called.
     """
     modules = dict(module.named_modules())
-    names = list(repeated_blocks(module)) if blocks is None else list(blocks)
     unknown = [name for name in names if name not in modules]
     if unknown:
         raise ValueError(f"no modules named {unknown}")

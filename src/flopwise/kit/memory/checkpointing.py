@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flopwise.kit.memory.block_costs import BlockCost, block_costs
+from flopwise.kit.memory.block_costs import BlockCost, block_costs, repeated_blocks
 from flopwise.kit.memory.checkpoint_choice import Choice, choose
 from flopwise.kit.memory.interleaved import FEWEST_ROUNDS, Ratio, compare
 from flopwise.kit.memory.step_memory import step_memory
@@ -23,8 +24,10 @@ class Checkpointing:
     """Blocks whose activations are computed again in backward."""
 
     module: nn.Module
-    choice: Choice
-    costs: list[BlockCost]
+    target_bytes: int
+    blocks: tuple[str, ...]
+    choice: Choice | None  # None: the step did not fit as it was, so all blocks are checkpointed
+    costs: list[BlockCost] = field(default_factory=list)
     peak_bytes: int | None = None  # measured, with the blocks checkpointed
     step: Ratio | None = None  # time of the step with the blocks checkpointed over that without
     _forwards: dict[str, Any] = field(default_factory=dict)
@@ -32,7 +35,7 @@ class Checkpointing:
     def apply(self) -> None:
         """Checkpoints the blocks that were chosen."""
         modules = dict(self.module.named_modules())
-        for name in self.choice.blocks:
+        for name in self.blocks:
             if name not in self._forwards:
                 modules[name].forward = self._forwards[name] = _Checkpointed(modules[name])
 
@@ -47,25 +50,28 @@ class Checkpointing:
     @property
     def fits(self) -> bool:
         """Returns whether the peak is within the target: the measured one, where it was measured."""
-        if self.peak_bytes is None:
-            return self.choice.fits
-        return self.peak_bytes <= self.choice.target_bytes
+        if self.peak_bytes is not None:
+            return self.peak_bytes <= self.target_bytes
+        return self.choice is not None and self.choice.fits
 
     def __str__(self) -> str:
         """Returns what was chosen, what was predicted of it and what came of it."""
-        c = self.choice
-        if not c.blocks:
-            return (
-                f"no block checkpointed: the peak is {size(c.peak_before_bytes)}, the target {size(c.target_bytes)}"
-                + ("" if c.fits else ", which is not reached: blocks keep too little")
-            )
+        c, missed = self.choice, "" if self.fits else ", which is not reached"
         measured = (
             "not measured" if self.peak_bytes is None else f"{size(self.peak_bytes)} measured"
         )
+        if c is None:
+            return (
+                f"the step runs out of memory as it is: all {len(self.blocks)} blocks checkpointed, peak {measured} (target "
+                f"{size(self.target_bytes)}{missed}). With a smaller batch the cheapest set could be chosen"
+            )
+        before, target = size(c.peak_before_bytes), size(self.target_bytes)
+        if not self.blocks:
+            why = f"{missed}: blocks keep too little" if missed else ""
+            return f"no block checkpointed: the peak is {before}, the target {target}{why}"
         return (
-            f"{len(c.blocks)} of {len(self.costs)} blocks checkpointed: peak {size(c.peak_before_bytes)} -> "
-            f"{size(c.peak_bytes)} predicted, {measured} (target {size(c.target_bytes)}"
-            f"{'' if self.fits else ', which is not reached'}); {duration(c.recompute_s)} of forward again a step"
+            f"{len(self.blocks)} of {len(self.costs)} blocks checkpointed: peak {before} -> {size(c.peak_bytes)} predicted, "
+            f"{measured} (target {target}{missed}); {duration(c.recompute_s)} of forward again a step"
             + (f"; step {self.step}" if self.step else "")
         )
 
@@ -81,31 +87,54 @@ def checkpoint_blocks(
     """Measures the blocks in a few runs of the step, checkpoints the cheapest set that fits, and returns it.
 
     Random numbers are drawn again as in the first forward, so dropout is the same. Where the target cannot be reached, the set
-    with the lowest predicted peak is applied, and `fits` is False.
+    with the lowest predicted peak is applied, and `fits` is False. Where the step runs out of memory as it is, nothing
+    can be measured, and all blocks are checkpointed.
 
     Args:
-        step: forward and backward; gradients, buffers and random numbers are put back after each run. A batch that fits
-            as it is: what does not fit cannot be measured.
+        step: forward and backward; gradients, buffers and random numbers are put back after each run.
         target_bytes: of the peak of allocated memory in the step.
         blocks: names of modules that may be checkpointed; default: repeated blocks, found by class.
         rounds: of step times with and without, in turns; 0: neither time nor the new peak are measured.
 
     Raises:
         ValueError: there are no blocks, or the forward of one is replaced already.
+        torch.OutOfMemoryError: the step does not fit with all blocks checkpointed either; the model is as it was.
     """
+    names = list(repeated_blocks(module)) if blocks is None else list(blocks)
     modules = dict(module.named_modules())
-    costs = block_costs(module, step, blocks)
-    already = [cost.name for cost in costs if "forward" in modules[cost.name].__dict__]
+    already = [name for name in names if name in modules and "forward" in modules[name].__dict__]
     if already:
         raise ValueError(
             f"the forward of {already} is replaced already: name other blocks, or undo that first"
         )
-    memory = step_memory(module, step, [cost.name for cost in costs])
-    result = Checkpointing(module, choose(costs, memory, target_bytes), costs)
-    result.apply()
-    if not result.choice.blocks or not rounds:
+    try:
+        costs = block_costs(module, step, names)
+        memory = step_memory(module, step, [cost.name for cost in costs])
+    except torch.OutOfMemoryError:
+        if not names:
+            raise
+    else:
+        choice = choose(costs, memory, target_bytes)
+        result = Checkpointing(module, target_bytes, choice.blocks, choice, costs)
+        result.apply()
+        if result.blocks and rounds:
+            _measure(result, step, rounds)
         return result
-    result.peak_bytes = step_memory(module, step, [cost.name for cost in costs]).peak_bytes
+    gc.collect()  # outside of the except clause, which keeps the tensors of the frames that failed
+    torch.cuda.empty_cache()
+    result = Checkpointing(module, target_bytes, tuple(names), None)
+    result.apply()
+    try:
+        result.peak_bytes = step_memory(module, step, names).peak_bytes
+    except BaseException:
+        result.undo()
+        raise
+    return result
+
+
+def _measure(result: Checkpointing, step: Callable[[], object], rounds: int) -> None:
+    """Adds the peak with the blocks checkpointed, and the time of the step with and without."""
+    module = result.module
 
     def switch(is_new: bool) -> None:
         result.undo()
@@ -114,13 +143,17 @@ def checkpoint_blocks(
 
     run = without_gradients(module, step)
     try:
+        result.peak_bytes = step_memory(
+            module, step, [cost.name for cost in result.costs]
+        ).peak_bytes
         with undisturbed(module):
             result.step = compare(
                 run, run, device_of(module), rounds=rounds, least_s=0, before=switch
             )
-    finally:
-        result.apply()
-    return result
+    except BaseException:
+        result.undo()
+        raise
+    result.apply()
 
 
 class _Checkpointed:
