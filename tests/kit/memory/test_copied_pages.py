@@ -40,6 +40,13 @@ class TestCopiedObjects:
         ]
         assert str(found[1]).endswith("Keep them in a tensor or an array")
 
+    def test_an_array_of_objects_is_one_of_references(self) -> None:
+        class Array(list[str]):
+            dtype = "object"
+
+        (found,) = copied_objects(Files(Array(f"{i:0100}" for i in range(10_000))), workers=2)
+        assert found.kind == "list of str"
+
     @pytest.mark.parametrize(
         "items",
         [

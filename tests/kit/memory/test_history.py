@@ -32,7 +32,7 @@ def test_a_sum_of_losses_with_their_history(layer: nn.Linear) -> None:
     assert "running += loss.detach()" in str(found)
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "attribute", "dict of an attribute"])
+@pytest.mark.parametrize("kind", ["list", "dict", "attribute", "dict of an attribute", "module"])
 def test_other_ways_to_keep_it(layer: nn.Linear, kind: str) -> None:
     class Meter:
         def __init__(self) -> None:
@@ -47,6 +47,8 @@ def test_other_ways_to_keep_it(layer: nn.Linear, kind: str) -> None:
             losses.append(loss)
         elif kind == "dict":
             totals["loss"] = totals["loss"] + loss
+        elif kind == "module":
+            layer.seen = [*getattr(layer, "seen", []), loss]
         elif kind == "attribute":
             meter.total = meter.total + loss
         else:
@@ -56,6 +58,7 @@ def test_other_ways_to_keep_it(layer: nn.Linear, kind: str) -> None:
         "list": "losses[...]",
         "dict": "totals[...]",
         "attribute": "meter.total",
+        "module": "layer.seen[...]",
         "dict of an attribute": "meter.by_name[...]",
     }
     assert [f.name for f in watch.found] == [names[kind]]

@@ -87,6 +87,30 @@ def test_under_autocast_it_computes_and_gives_what_the_plain_layer_does() -> Non
         assert double(y).dtype == plain.dtype == torch.float64
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_results_may_be_written_to(contiguous: bool, rows: int) -> None:
+    layer, x = nn.Linear(13, 21), torch.randn(rows, 13)
+    layer(x).mul(2).sum().backward()
+    expected = layer.weight.grad
+    layer.weight.grad = None
+    switch_on(layer, 24, 16, contiguous)
+    layer(x).mul_(2).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, expected)
+
+
+def test_gradients_of_each_sample_and_of_gradients() -> None:
+    layer, x = nn.Linear(13, 21).double(), torch.randn(4, 13, dtype=torch.double)
+
+    def each() -> torch.Tensor:
+        return torch.func.vmap(torch.func.grad(lambda row: layer(row).square().sum()))(x)
+
+    plain = each()
+    switch_on(layer, 24, 16, True)
+    torch.testing.assert_close(each(), plain)
+    assert torch.autograd.gradgradcheck(layer, x.requires_grad_())
+
+
 def test_a_copy_and_a_pickle_are_padded_too() -> None:
     layer, x = nn.Linear(13, 21), torch.randn(4, 13)
     switch_on(layer, 24, 16, True)

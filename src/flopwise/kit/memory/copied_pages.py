@@ -68,6 +68,8 @@ def _collections(
     if id(value) in seen or isinstance(value, (str, bytes, int, float, torch.Tensor, type)):
         return
     seen.add(id(value))
+    if str(getattr(value, "dtype", None)) == "object":  # an array of references to objects
+        value = list(value)
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         if len(value) >= FEWEST_OBJECTS:
             inside = list(islice(value.values() if isinstance(value, dict) else value, SAMPLE))

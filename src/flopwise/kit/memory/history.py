@@ -18,6 +18,8 @@ from flopwise.units import size
 GROWING_STEPS = 16
 #: Nodes that are looked at in one graph. A graph that grows beyond has been reported long before.
 MOST_NODES = 200_000
+#: Values of a collection that are looked at, the newest: losses are not gathered by the thousand before it is told.
+MOST_VALUES = 1_000
 
 
 @dataclass(frozen=True)
@@ -107,26 +109,27 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
 
 
 def _with_history(frame: FrameType) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Yields the tensors with a history that variables hold, and the attributes of what they hold, but for modules."""
+    """Yields the tensors with a history that variables hold, and the attributes of what they hold."""
     for name, value in list(frame.f_locals.items()):
         if isinstance(value, HistoryWatch):
             continue
         yield from _inside(name, value)
         attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict) and not isinstance(
-            value, (torch.nn.Module, ModuleType, type)
-        ):
+        if isinstance(attributes, dict) and not isinstance(value, (ModuleType, type)):
             for attribute, inner in list(attributes.items()):
                 yield from _inside(f"{name}.{attribute}", inner)
 
 
 def _inside(name: str, value: Any) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Yields a tensor, or those of a list, tuple or dictionary together: a list of losses keeps as much as their sum."""
-    values = value.values() if isinstance(value, dict) else value
     if isinstance(value, torch.Tensor):
         if value.grad_fn is not None:
             yield name, [value]
-    elif isinstance(value, (list, tuple, dict)):
-        tensors = [v for v in values if isinstance(v, torch.Tensor) and v.grad_fn is not None]
-        if tensors:
-            yield f"{name}[...]", tensors
+        return
+    if isinstance(value, dict):
+        values = list(value.values()) if len(value) <= MOST_VALUES else []
+    else:
+        values = list(value[-MOST_VALUES:]) if isinstance(value, (list, tuple)) else []
+    tensors = [v for v in values if isinstance(v, torch.Tensor) and v.grad_fn is not None]
+    if tensors:
+        yield f"{name}[...]", tensors

@@ -30,10 +30,7 @@ class PaddedLinear(nn.Linear):
             _longer(_cast(input), -1, into - self.in_features),
             *_parameters(self, out - self.out_features, into - self.in_features),
         )
-        if out == self.out_features:
-            return result
-        result = result[..., : self.out_features]
-        return result.contiguous() if contiguous else result
+        return _cut(result, -1, self.out_features, contiguous)
 
 
 class _PaddedConv:
@@ -50,13 +47,7 @@ class _PaddedConv:
             _longer(_cast(input), channels, into - self.in_channels),
             *_parameters(self, out - self.out_channels, into - self.in_channels),
         )
-        if out == self.out_channels:
-            return result
-        # Channels that lie innermost stay there: the layout is the one that the convolution chose.
-        last = result.dim() == 4 and result.is_contiguous(memory_format=torch.channels_last)
-        result = result.narrow(channels, 0, self.out_channels)
-        layout = torch.channels_last if last else torch.contiguous_format
-        return result.contiguous(memory_format=layout) if contiguous else result
+        return _cut(result, channels, self.out_channels, contiguous)
 
 
 class PaddedConv1d(_PaddedConv, nn.Conv1d):
@@ -109,6 +100,22 @@ def _cast(tensor: torch.Tensor) -> torch.Tensor:
     if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
+
+
+def _cut(result: torch.Tensor, dim: int, size: int, contiguous: bool) -> torch.Tensor:
+    """Returns the result without what was added: a copy, or a view with gaps.
+
+    Of channels that lie innermost a copy has them there too: the layout is the one that the convolution chose.
+    """
+    more = result.shape[dim] - size
+    if more == 0:
+        return result
+    if not contiguous:
+        return result.narrow(dim, 0, size)
+    last = result.dim() == 4 and result.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if last else torch.contiguous_format
+    # The gradient of a piece of a split is joined with zeros in one pass; that of a slice takes two.
+    return result.split((size, more), dim)[0].clone(memory_format=layout)
 
 
 def _parameters(
