@@ -115,7 +115,8 @@ def _cut(result: torch.Tensor, dim: int, size: int, contiguous: bool) -> torch.T
     last = result.dim() == 4 and result.is_contiguous(memory_format=torch.channels_last)
     layout = torch.channels_last if last else torch.contiguous_format
     # The gradient of a piece of a split is joined with zeros in one pass; that of a slice takes two.
-    return result.split((size, more), dim)[0].clone(memory_format=layout)
+    pieces: tuple[torch.Tensor, ...] = result.split((size, more), dim)
+    return pieces[0].clone(memory_format=layout)
 
 
 def _parameters(
