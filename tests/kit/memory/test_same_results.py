@@ -93,6 +93,14 @@ def test_not_a_number_is_never_the_same(model: nn.Sequential, x: torch.Tensor) -
     assert "differ by nan" in why
 
 
+def test_where_results_are_not_finite_anyway_nothing_is_compared(
+    model: nn.Sequential, x: torch.Tensor
+) -> None:
+    x[0, 0] = float("nan")
+    why = why_unlike(model, lambda: model(x).mean().backward(), contextlib.nullcontext)
+    assert why == "its outputs are not finite as it is: there is nothing to compare"
+
+
 def test_dropout_is_on_again_afterwards(model: nn.Sequential, x: torch.Tensor) -> None:
     why_unlike(model, lambda: model(x).mean().backward(), contextlib.nullcontext)
     assert model[1].training

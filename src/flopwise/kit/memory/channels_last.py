@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -99,15 +100,20 @@ def choose_channels_last(
     """
     result = ChannelsLast(module, tuple(optimizers))
     result.declined = _reason(module)
+    failed = None
     if result.declined is None:
         try:
             result.declined = _try(result, step, rounds)
         except (RuntimeError, ValueError) as error:
-            result.undo()
-            with undisturbed(module):
-                step()  # what fails without it too is the caller's to see
-            result.declined = f"with it the step fails: {str(error).splitlines()[0]}"
+            failed = str(error).partition("\n")[0]
     result.undo()
+    if (
+        failed is not None
+    ):  # out of the except clause, which keeps the tensors of the frames that failed
+        gc.collect()
+        with undisturbed(module):
+            step()  # what fails without it too is the caller's to see
+        result.declined = f"with it the step fails: {failed}"
     if result.declined is None:
         result.apply()  # anew: the gradients that were put aside go along
     return result

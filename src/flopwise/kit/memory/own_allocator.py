@@ -169,7 +169,9 @@ def install(folder: str | Path, pool_bytes: int = 0, device: int = 0) -> OwnAllo
             )
         )
     except RuntimeError as error:
-        raise AllocatorError(f"torch keeps its allocator: {str(error).splitlines()[0]}") from None
+        raise AllocatorError(
+            f"torch keeps its allocator: {str(error).partition('\n')[0]}"
+        ) from None
     return own
 
 

@@ -37,6 +37,8 @@ def why_unlike(
             t.dtype for t in c
         ]:
             return f"its {what} have other shapes or dtypes"
+        if not all(bool(t.isfinite().all()) for t in a):
+            return f"its {what} are not finite as it is: there is nothing to compare"
         apart, noise = _apart(a, c), _apart(a, b)
         allowed = min(MOST, max(TIMES * noise, ROUNDINGS * eps))
         if not apart <= allowed:
