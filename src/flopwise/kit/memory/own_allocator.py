@@ -169,9 +169,8 @@ def install(folder: str | Path, pool_bytes: int = 0, device: int = 0) -> OwnAllo
             )
         )
     except RuntimeError as error:
-        raise AllocatorError(
-            f"torch keeps its allocator: {str(error).partition('\n')[0]}"
-        ) from None
+        message = str(error).partition("\n")[0]
+        raise AllocatorError(f"torch keeps its allocator: {message}") from None
     return own
 
 

@@ -44,7 +44,8 @@ def trial(
         ratio = compare(run, run, call.device, rounds=rounds, before=switch)
         return ratio if ratio.faster else f"not shown to be faster: {ratio}"
     except (RuntimeError, ValueError) as error:
-        return f"padded, it fails: {str(error).partition('\n')[0]}"
+        message = str(error).partition("\n")[0]
+        return f"padded, it fails: {message}"
     finally:
         switch_off(layer)
 
