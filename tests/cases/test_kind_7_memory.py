@@ -58,6 +58,7 @@ def growth(texts: Any) -> int:
     not os.access("/proc/self/smaps_rollup", os.R_OK),
     reason="needs Linux's account of private pages",
 )
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_host_memory_that_grows_with_workers_though_data_are_only_read() -> None:
     texts = [f"{i:0100}" for i in range(100_000)]
     (found,) = copied_objects(Texts(texts), workers=2)
