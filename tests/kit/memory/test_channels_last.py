@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from typing import Any
 
 import pytest
@@ -107,6 +108,13 @@ class TestAdopted:
         assert not model._forward_pre_hooks
         assert not model._forward_hooks
         assert all(v.is_contiguous() for v in model.state_dict().values())
+
+    def test_a_copy_and_a_pickle_compute_alike(self, x: torch.Tensor, told: list[Ratio]) -> None:
+        model = cnn().eval()
+        choose_channels_last(model, lambda: model(x).mean().backward())
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert twin[0].weight.is_contiguous(memory_format=torch.channels_last)
+            torch.testing.assert_close(twin(x), model(x))
 
     def test_volumes(self, told: list[Ratio]) -> None:
         model, x = nn.Sequential(nn.Conv3d(3, 4, 2), nn.Conv3d(4, 4, 2)), torch.randn(2, 3, 5, 5, 5)

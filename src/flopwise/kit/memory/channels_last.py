@@ -50,9 +50,7 @@ class ChannelsLast:
             self._lay_out(weight, None)
         self._handles = [
             self.module.register_forward_pre_hook(_images_in, with_kwargs=True),
-            self.module.register_forward_hook(
-                lambda module, args, out: map_tensors(out, _as_before)
-            ),
+            self.module.register_forward_hook(_results_out),
             self.module.register_state_dict_post_hook(_saved),
         ]
 
@@ -183,6 +181,10 @@ def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Ten
 
 def _images_in(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return map_tensors((args, kwargs), _image_last)
+
+
+def _results_out(module: nn.Module, args: Any, out: Any) -> Any:
+    return map_tensors(out, _as_before)
 
 
 def _image_last(tensor: torch.Tensor) -> torch.Tensor:
