@@ -47,8 +47,9 @@ def test_a_function_of_a_module_whose_steps_return_nothing(tmp_path: Path) -> No
 def test_a_script_runs_to_its_end_as_main(tmp_path: Path, end: str) -> None:
     file = tmp_path / "train.py"
     file.write_text(
-        "import sys, beside\n"
-        f"open({str(tmp_path / 'seen')!r}, 'w').write(__name__ + ' '.join(sys.argv[1:]))\n{end}\n"
+        "import sys, pathlib, beside\n"
+        "text = __name__ + ' '.join(sys.argv[1:])\n"
+        f"pathlib.Path({str(tmp_path / 'seen')!r}).write_text(text)\n{end}\n"
     )
     (tmp_path / "beside.py").touch()
     found = measure({"command": [str(file), "--lr", "1"]})
