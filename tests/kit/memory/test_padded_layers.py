@@ -18,6 +18,10 @@ LAYERS = [
     (nn.Conv2d(3, 5, 3, padding=1, padding_mode="reflect", bias=False), (8, 4), (2, 3, 9, 9)),
     (nn.Conv2d(3, 5, 3, dilation=2), (8, 3), (3, 9, 9)),
     (nn.Conv3d(3, 5, 2), (8, 8), (2, 3, 4, 4, 4)),
+    (nn.ConvTranspose1d(3, 5, 3, stride=2), (8, 4), (2, 3, 9)),
+    (nn.ConvTranspose2d(3, 5, 3, 2, 1, output_padding=1, bias=False), (8, 8), (2, 3, 5, 5)),
+    (nn.ConvTranspose2d(3, 5, 3, dilation=2), (5, 8), (3, 5, 5)),
+    (nn.ConvTranspose3d(3, 5, 2), (8, 3), (2, 3, 4, 4, 4)),
 ]
 
 
@@ -52,11 +56,21 @@ def test_a_padded_layer_gives_what_the_plain_one_gives(
 @pytest.mark.parametrize("kind", PADDED)
 def test_an_input_of_a_wrong_size_is_refused_still(kind: type[nn.Module]) -> None:
     layer = kind(13, 21, *([3] if kind is not nn.Linear else []))
-    dims = 0 if kind is nn.Linear else int(kind.__name__[4])
+    dims = 0 if kind is nn.Linear else int(kind.__name__[-2])
     switch_on(layer, 24, 16, True)
     for wrong in (12, 15, 16):
         with pytest.raises(RuntimeError):
             layer(torch.randn(2, wrong, *(9,) * dims))
+
+
+def test_the_output_size_of_a_transposed_convolution_is_asked_for_as_ever() -> None:
+    layer, x = nn.ConvTranspose2d(3, 5, 3, stride=2), torch.randn(2, 3, 5, 5)
+    plain = layer(x, output_size=[12, 12])
+    switch_on(layer, 8, 4, True)
+    torch.testing.assert_close(layer(x, output_size=[12, 12]), plain)
+    layer.__class__ = type("Wrapped", (type(layer),), {})
+    switch_off(layer)
+    assert torch.equal(layer(x, output_size=[12, 12]), plain)
 
 
 def test_channels_last_stays_channels_last() -> None:

@@ -201,7 +201,7 @@ class TestWhatIsLeftAlone:
         ("layer", "why"),
         [
             (nn.Conv2d(6, 6, 3, groups=2), "grouped convolution"),
-            (nn.ConvTranspose2d(17, 65, 3), "transposed convolutions are not padded"),
+            (nn.ConvTranspose2d(6, 66, 3, groups=2), "grouped convolution"),
             (nn.Embedding(10, 65), "a look-up multiplies nothing"),
             (type("Own", (nn.Linear,), {})(65, 65), "Own is a class of its own"),
             (nn.Linear(1, 64), "1 to a multiple of 8 would add more than 12.5%"),

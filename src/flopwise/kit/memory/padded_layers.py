@@ -62,12 +62,56 @@ class PaddedConv3d(_PaddedConv, nn.Conv3d):
     """A 3-d convolution that computes with rounded channels."""
 
 
+class _PaddedTransposed:
+    """What the transposed convolutions share. Their weights have input channels first."""
+
+    def forward(
+        self: Any, input: torch.Tensor, output_size: list[int] | None = None
+    ) -> torch.Tensor:
+        """Returns what the layer without padding returns, to within the rounding of another kernel."""
+        setting = getattr(self, SETTING)
+        out, into, contiguous = setting or (self.out_channels, self.in_channels, False)
+        dims = self.weight.dim() - 2
+        output_padding = self._output_padding(
+            input, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation
+        )
+        more_out, more_in = out - self.out_channels, into - self.in_channels
+        result: torch.Tensor = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[
+            dims - 1
+        ](
+            _longer(_cast(input), -1 - dims, more_in),
+            _longer(_longer(_cast(self.weight), 0, more_in), 1, more_out),
+            None if self.bias is None else _longer(_cast(self.bias), 0, more_out),
+            self.stride,
+            self.padding,
+            output_padding,
+            self.groups,
+            self.dilation,
+        )
+        return _cut(result, -1 - dims, self.out_channels, contiguous)
+
+
+class PaddedConvTranspose1d(_PaddedTransposed, nn.ConvTranspose1d):
+    """A transposed 1-d convolution that computes with rounded channels."""
+
+
+class PaddedConvTranspose2d(_PaddedTransposed, nn.ConvTranspose2d):
+    """A transposed 2-d convolution that computes with rounded channels."""
+
+
+class PaddedConvTranspose3d(_PaddedTransposed, nn.ConvTranspose3d):
+    """A transposed 3-d convolution that computes with rounded channels."""
+
+
 #: By the exact class: a subclass may compute anything.
 PADDED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: PaddedLinear,
     nn.Conv1d: PaddedConv1d,
     nn.Conv2d: PaddedConv2d,
     nn.Conv3d: PaddedConv3d,
+    nn.ConvTranspose1d: PaddedConvTranspose1d,
+    nn.ConvTranspose2d: PaddedConvTranspose2d,
+    nn.ConvTranspose3d: PaddedConvTranspose3d,
 }
 PLAIN = {padded_class: plain for plain, padded_class in PADDED.items()}
 

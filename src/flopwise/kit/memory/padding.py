@@ -119,11 +119,8 @@ def pad_dimensions(
     return result
 
 
-_CONV_T = nn.modules.conv._ConvTransposeNd
-
-
 def _is_looked_at(module: nn.Module) -> bool:
-    return isinstance(module, (*PADDED, nn.Embedding, _CONV_T))
+    return isinstance(module, (*PADDED, nn.Embedding))
 
 
 def _target(
@@ -138,8 +135,6 @@ def _target(
     sizes = dimensions(layer)
     if not any(is_odd(size, short) for size in sizes):
         return None
-    if isinstance(layer, _CONV_T):
-        return f"{sizes}: transposed convolutions are not padded"
     if type(layer) not in PADDED:
         return f"{type(layer).__name__} is a class of its own, whose forward may do anything"
     if "forward" in layer.__dict__:
