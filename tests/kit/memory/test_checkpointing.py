@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ class TestAgainstATarget:
         assert made.choice.peak_before_bytes == before
         assert made.fits
         assert made.choice.fits
-        assert 0 < len(made.blocks) < 6
+        assert 0 < len(made.choice.blocks) < 6
         assert made.peak_bytes is not None
         assert peak(net, x) == made.peak_bytes <= target
         assert made.choice.peak_bytes == pytest.approx(made.peak_bytes, rel=0.05)
@@ -101,7 +102,7 @@ class TestAgainstATarget:
         def blocks(target: int) -> int:
             made = checkpoint_blocks(net, lambda: net(x).mean().backward(), target, rounds=0)
             made.undo()
-            return len(made.blocks)
+            return len(made.choice.blocks)
 
         full = peak(net, x)
         counts = [blocks(int(full * share)) for share in (1.1, 0.9, 0.7, 0.5)]
@@ -112,14 +113,14 @@ class TestAgainstATarget:
     def test_a_target_out_of_reach_is_said(self, net: Net, x: torch.Tensor) -> None:
         made = checkpoint_blocks(net, lambda: net(x).mean().backward(), 1000)
         assert not made.fits
-        assert len(made.blocks) >= 5
+        assert len(made.choice.blocks) >= 5
         assert "(target 1 kB, which is not reached)" in str(made)
         assert "predicted" in str(made)
         assert " of forward again a step; step " in str(made)
 
     def test_a_target_that_is_kept_already(self, net: Net, x: torch.Tensor) -> None:
         made = checkpoint_blocks(net, lambda: net(x).mean().backward(), 10**9)
-        assert made.blocks == ()
+        assert made.choice.blocks == ()
         assert str(made).startswith("no block checkpointed: the peak is ")
 
 
@@ -196,25 +197,6 @@ class TestRemovable:
         with pytest.raises(ValueError, match=r"the forward of \['blocks.2'\] is replaced already"):
             checkpoint_blocks(net, lambda: net(x).mean().backward(), 0)
 
-    def test_a_step_that_does_not_fit_as_it_is_gets_all_blocks_checkpointed(
-        self, net: Net, x: torch.Tensor
-    ) -> None:
-        def step() -> None:
-            if "forward" not in net.blocks[0].__dict__:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            net(x).mean().backward()
-
-        made = checkpoint_blocks(net, step, 10**9)
-        assert len(made.blocks) == 6
-        assert made.choice is None
-        assert made.fits
-        assert made.peak_bytes is not None
-        assert str(made).startswith(
-            "the step runs out of memory as it is: all 6 blocks checkpointed, peak "
-        )
-        made.undo()
-        assert all("forward" not in block.__dict__ for block in net.blocks)
-
     def test_a_step_that_fails_leaves_the_model_as_it_was(self, net: Net, x: torch.Tensor) -> None:
         def step() -> None:
             net(x).mean().backward()
@@ -225,3 +207,48 @@ class TestRemovable:
         assert all("forward" not in block.__dict__ for block in net.blocks)
         assert all(not module._forward_hooks for module in net.modules())
         assert all(p.grad is None for p in net.parameters())
+
+
+class TestOutOfMemory:
+    """A step that fits only while at least three of its six blocks are checkpointed."""
+
+    @pytest.fixture
+    def step(self, net: Net, x: torch.Tensor) -> Callable[[], None]:
+        def run() -> None:
+            if sum("forward" in block.__dict__ for block in net.blocks) < 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            net(x).square().mean().backward()
+
+        return run
+
+    def test_the_set_is_chosen_by_what_a_run_with_all_blocks_checkpointed_shows(
+        self, net: Net, x: torch.Tensor, step: Callable[[], None]
+    ) -> None:
+        full = peak(net, x)
+        made = checkpoint_blocks(net, step, int(0.6 * full))
+        assert made.ran_out
+        assert full <= made.choice.peak_before_bytes <= 1.1 * full
+        assert 3 <= len(made.choice.blocks) < 6
+        assert made.fits
+        assert made.peak_bytes is not None
+        assert made.peak_bytes <= made.choice.peak_bytes <= int(0.6 * full)
+        assert made.choice.peak_bytes == pytest.approx(made.peak_bytes, rel=0.1)
+        assert made.step is None
+        assert "needed, which there are not, -> " in str(made)
+
+    def test_it_is_the_set_that_would_be_chosen_if_it_fitted(
+        self, net: Net, x: torch.Tensor, step: Callable[[], None]
+    ) -> None:
+        target = int(0.6 * peak(net, x))
+        plain = checkpoint_blocks(net, lambda: net(x).square().mean().backward(), target, rounds=0)
+        plain.undo()
+        made = checkpoint_blocks(net, step, target, rounds=0)
+        assert len(made.choice.blocks) == len(plain.choice.blocks)
+
+    def test_where_it_does_not_fit_either_the_model_is_put_back(self, net: Net) -> None:
+        def step() -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+        with pytest.raises(torch.OutOfMemoryError):
+            checkpoint_blocks(net, step, 10**9)
+        assert all("forward" not in block.__dict__ for block in net.blocks)

@@ -60,6 +60,33 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
+def call_order(module: nn.Module, step: Callable[[], object], names: Sequence[str]) -> list[str]:
+    """Runs the step and returns the names of the blocks that it calls, in the order of their first calls.
+
+    Raises:
+        ValueError: a name is no module's, or no block was called.
+    """
+    modules = dict(module.named_modules())
+    unknown = [name for name in names if name not in modules]
+    if unknown:
+        raise ValueError(f"no modules named {unknown}")
+    order: dict[str, None] = {}
+    with undisturbed(module), contextlib.ExitStack() as stack:
+        for name in names:
+            note = modules[name].register_forward_pre_hook(
+                lambda *_, name=name: order.setdefault(name)
+            )
+            stack.callback(note.remove)
+        step()
+    if not order:
+        raise ValueError(
+            f"the step called none of the blocks {names}"
+            if names
+            else "there are no repeated blocks: name some"
+        )
+    return list(order)
+
+
 def block_costs(
     module: nn.Module, step: Callable[[], object], names: Sequence[str]
 ) -> list[BlockCost]:
@@ -75,24 +102,8 @@ def block_costs(
         ValueError: a name is no module's, or no block was called.
     """
     modules = dict(module.named_modules())
-    unknown = [name for name in names if name not in modules]
-    if unknown:
-        raise ValueError(f"no modules named {unknown}")
     device = device_of(module)
-    order: dict[str, None] = {}
-    with undisturbed(module), contextlib.ExitStack() as stack:
-        for name in names:
-            note = modules[name].register_forward_pre_hook(
-                lambda *_, name=name: order.setdefault(name)
-            )
-            stack.callback(note.remove)
-        step()
-    if not order:
-        raise ValueError(
-            f"the step called none of the blocks {names}"
-            if names
-            else "there are no repeated blocks: name some"
-        )
+    order = call_order(module, step, names)
     costs = [BlockCost(name, type(modules[name]).__name__) for name in order]
     for watched in (_timed, _kept):
         with contextlib.ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopwise.kit.memory.checkpointed import Checkpointed
+from flopwise.kit.memory.modules import in_backward
 from flopwise.kit.memory.timeline import memory_timeline
 from flopwise.kit.memory.undisturbed import device_of, undisturbed
 from flopwise.kit.nested import tensors_in
@@ -22,14 +25,17 @@ class StepMemory:
     Blocks are numbered in the order in which they run forward; backward goes through them in reverse.
     """
 
-    with_blocks: list[
-        int
-    ]  # n + 1: largest while the first k blocks are done, none of them runs backward
-    backward: list[int]  # n: largest from the beginning of the block's backward to the next block's
-    backward_start: list[int]  # n: at the beginning of the block's backward
-    working: list[int] = field(
-        default_factory=list
-    )  # n: by how much the block's forward raises memory, at most
+    #: n + 1: the most while the first k blocks are done and none of them runs backward.
+    with_blocks: list[int]
+    #: n: the most from the beginning of the block's backward to the next block's.
+    backward: list[int]
+    #: n: at the beginning of the block's backward.
+    backward_start: list[int]
+    #: n: by how much the block's forward raises memory, at most.
+    working: list[int]
+    #: n: of blocks that were computed again: what that kept for their backward, at most, and the time it took.
+    again_bytes: list[int] = field(default_factory=list)
+    again_s: list[float] = field(default_factory=list)
 
     @property
     def peak_bytes(self) -> int:
@@ -47,13 +53,19 @@ def step_memory(module: nn.Module, step: Callable[[], object], blocks: Sequence[
         blocks: names of modules, in the order of their forward passes.
     """
     n = len(blocks)
-    found = StepMemory([0] * (n + 1), [0] * n, [0] * n, [0] * n)
+    found = StepMemory(
+        [0] * (n + 1), [0] * n, [0] * n, [0] * n, again_bytes=[0] * n, again_s=[0.0] * n
+    )
     modules = dict(module.named_modules())
     with undisturbed(module), _tally(module) as tally, contextlib.ExitStack() as stack:
         borders = _Borders(found, tally)
         for index, name in enumerate(blocks):
             for hook in borders.hooks(modules[name], index):
                 stack.callback(hook.remove)
+            checkpointed = modules[name].__dict__.get("forward")
+            if isinstance(checkpointed, Checkpointed):
+                checkpointed.around_again = borders.around_again(index)
+                stack.callback(setattr, checkpointed, "around_again", None)
         step()
         borders.close()
     return found
@@ -70,14 +82,14 @@ class _Borders:
 
     def hooks(self, block: nn.Module, index: int) -> list[Any]:
         def enter(*_: Any) -> None:
-            if self._tally.is_in_backward():
+            if in_backward():
                 return  # it is computed again
             self.close()
             self._in_backward, self._done = None, index
             self._starts[index] = self._tally.now()
 
         def leave(_: nn.Module, args: Any, out: Any) -> None:
-            if self._tally.is_in_backward():
+            if in_backward():
                 return
             peak = self.close()
             raised = peak - self._starts.get(index, peak)
@@ -94,6 +106,24 @@ class _Borders:
         self._in_backward = index
         start = self._found.backward_start
         start[index] = max(start[index], self._tally.now())
+
+    def around_again(self, index: int) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Returns what a block is computed again in, to see what that takes."""
+
+        @contextlib.contextmanager
+        def around() -> Iterator[None]:
+            self.close()
+            start, start_s = self._tally.now(), time.perf_counter()
+            try:
+                yield
+            finally:  # a checkpoint ends it by an exception where it has all that it needs
+                self._tally.wait()
+                found = self._found
+                found.again_s[index] += time.perf_counter() - start_s
+                found.again_bytes[index] = max(found.again_bytes[index], self._tally.now() - start)
+                found.working[index] = max(found.working[index], self.close() - start)
+
+        return around
 
     def close(self) -> int:
         """Books what has run until now and returns its peak."""
@@ -116,15 +146,17 @@ class _Tally:
     def peak(self) -> int:
         raise NotImplementedError
 
-    @staticmethod
-    def is_in_backward() -> bool:
-        return bool(torch._C._current_graph_task_id() != -1)
+    def wait(self) -> None:
+        """Waits for a device that works on its own."""
 
 
 class _CudaTally(_Tally):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         torch.cuda.reset_peak_memory_stats(device)
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def now(self) -> int:
         return torch.cuda.memory_allocated(self._device)
