@@ -234,7 +234,7 @@ class TestOutOfMemory:
         assert made.peak_bytes <= made.choice.peak_bytes <= int(0.6 * full)
         assert made.choice.peak_bytes == pytest.approx(made.peak_bytes, rel=0.1)
         assert made.step is None
-        assert "needed, which there are not, -> " in str(made)
+        assert ", for which there is no memory, -> " in str(made)
 
     def test_it_is_the_set_that_would_be_chosen_if_it_fitted(
         self, net: Net, x: torch.Tensor, step: Callable[[], None]

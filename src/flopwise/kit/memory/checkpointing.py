@@ -67,7 +67,7 @@ class Checkpointing:
         c, missed = self.choice, "" if self.fits else ", which is not reached"
         before, target = size(c.peak_before_bytes), size(self.target_bytes)
         if self.ran_out:
-            before = f"{before} needed, which there are not,"
+            before = f"{before}, for which there is no memory,"
         if not c.blocks:
             why = f"{missed}: blocks keep too little" if missed else ""
             return f"no block checkpointed: the peak is {before}, the target {target}{why}"
