@@ -103,8 +103,10 @@ class TestCosts:
         cast, exp = ONE // 2, ONE // 2  # x and the result of exp in 16 bits
         assert [c.kept_bytes for c in block_costs(model, step, ["0", "1"])] == [cast + exp] * 2
         weights = WIDTH * WIDTH * 2
+        assert [c.cast_bytes for c in block_costs(model, step, ["0", "1"])] == [weights] * 2
         without = block_costs(model, lambda: step(cache=False), ["0", "1"])
         assert [c.kept_bytes for c in without] == [cast + exp + weights] * 2
+        assert [c.cast_bytes for c in without] == [0, 0]
 
     def test_the_model_is_afterwards_what_it_was(self) -> None:
         model = nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(), Block())

@@ -17,7 +17,7 @@ def model(
     """Returns a model whose blocks keep these bytes, over a base, each of which makes gradients in backward."""
     n = len(kept)
     costs = [
-        BlockCost(str(i), "Block", k, 0, t, 1)
+        BlockCost(str(i), "Block", k, forward_s=t, calls=1)
         for i, (k, t) in enumerate(zip(kept, times or [1.0] * n, strict=True))
     ]
     done = [base + sum(kept[:i]) for i in range(n + 1)]
@@ -104,6 +104,18 @@ class TestChoose:
             assert choice.recompute_s == min(sum(time_of[n] for n in s) for s in fitting)
         else:
             assert choice.peak_bytes <= min(peaks.values()) + 1
+
+
+def test_parameters_in_16_bits_are_missing_once_autocast_has_ended() -> None:
+    costs, memory = model([10, 10, 10])
+    for cost in costs:
+        cost.kept_bytes, cost.cast_bytes = 6, 4  # 10 are freed in backward, 6 in forward
+    everything = {"0", "1", "2"}
+    assert predicted_peak(costs, memory, everything) == 130 - 18  # at the end of forward
+    memory.autocast_in_backward = True
+    assert (
+        predicted_peak(costs, memory, everything) == 130 - 18 + 10
+    )  # while the last one runs again
 
 
 def test_a_prediction_without_checkpoints_is_what_was_measured() -> None:

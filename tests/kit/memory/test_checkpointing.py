@@ -84,11 +84,17 @@ class TestAgainstATarget:
         assert made.step is not None
         assert made.step.rounds == 3
 
-    def test_under_autocast_too(self, net: Net, x: torch.Tensor) -> None:
+    @pytest.mark.parametrize("inside", [False, True])
+    def test_backward_inside_and_outside_of_autocast(
+        self, net: Net, x: torch.Tensor, inside: bool
+    ) -> None:
         def step() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 loss = net(x).square().mean()
-            loss.backward()
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
 
         floor = checkpoint_blocks(net, step, 0, rounds=0)
         floor.undo()

@@ -29,6 +29,9 @@ class BlockCost:
     input_bytes: int = (
         0  # inputs that it does not keep as it is, but has to once it is checkpointed
     )
+    cast_bytes: int = (
+        0  # parameters in 16 bits, which autocast keeps until its `with` ends, checkpoint or not
+    )
     forward_s: float = 0.0  # the time of all its calls
     calls: int = 0
 
@@ -150,33 +153,37 @@ def _timed(block: nn.Module, cost: BlockCost, device: torch.device) -> Iterator[
 @contextlib.contextmanager
 def _kept(block: nn.Module, cost: BlockCost, device: torch.device) -> Iterator[None]:
     """Notes what autograd saves while the block runs."""
-    calls: list[tuple[contextlib.ExitStack, dict[int, int], dict[int, int]]] = []
+    calls: list[tuple[contextlib.ExitStack, dict[int, int], dict[int, int], dict[int, int]]] = []
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = {_key(t): _bytes(t) for t in tensors_in((args, kwargs)) if t.device == device}
         saved: dict[int, int] = {}
+        casts: dict[int, int] = {}
         # Asked here: inside of an op autocast is off.
         cached = torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             with contextlib.suppress(RuntimeError, NotImplementedError):
-                if tensor.device == device and not (cached and _is_cast_weight(tensor)):
-                    saved[_key(tensor)] = _bytes(tensor)
+                if tensor.device == device:
+                    into = casts if cached and _is_cast_weight(tensor) else saved
+                    into[_key(tensor)] = _bytes(tensor)
             return tensor if tensor.is_leaf else tensor.detach()
 
         stack = contextlib.ExitStack()
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
-        calls.append((stack, inputs, saved))
+        calls.append((stack, inputs, saved, casts))
 
     def leave(_: nn.Module, args: Any, out: Any) -> None:
         if not calls:
             return
-        stack, inputs, saved = calls.pop()
+        stack, inputs, saved, casts = calls.pop()
         stack.close()
         outside = {_key(t) for t in (*tensors_in(out), *block.parameters(), *block.buffers())}
         kept = sum(n for key, n in saved.items() if key not in outside | inputs.keys())
         more = sum(n for key, n in inputs.items() if key not in saved.keys() | outside)
+        cast = sum(casts.values())
         cost.kept_bytes = min(cost.kept_bytes, kept) if cost.calls else kept
+        cost.cast_bytes = min(cost.cast_bytes, cast) if cost.calls else cast
         cost.input_bytes = max(cost.input_bytes, more)
         cost.calls += 1
 
@@ -185,7 +192,7 @@ def _kept(block: nn.Module, cost: BlockCost, device: torch.device) -> Iterator[N
 
 
 def _is_cast_weight(tensor: torch.Tensor) -> bool:
-    """Returns whether this is a parameter in 16 bits: autocast keeps it until its `with` ends, checkpoint or not."""
+    """Returns whether this is a parameter in 16 bits, cast by autocast."""
     node: Any = tensor.grad_fn
     while node is not None and node.name() in _CASTS_AND_VIEWS:
         node = node.next_functions[0][0]

@@ -30,20 +30,25 @@ class Choice:
         return self.peak_bytes <= self.target_bytes
 
 
+#: Bytes that a set frees in forward and in backward, its time, and its blocks by number.
+_Set = tuple[int, int, float, tuple[int, ...]]
+
+
 def predicted_peak(costs: Sequence[BlockCost], memory: StepMemory, chosen: set[str]) -> int:
     """Returns the predicted peak of a step in which these blocks are checkpointed.
 
     While the first k blocks have kept their activations, that of them which are checkpointed are missing. A block that is
-    checkpointed runs its forward again at the beginning of its backward, on top of what is held there.
+    checkpointed runs its forward again at the beginning of its backward, on top of what is held there. Parameters in 16
+    bits are missing only once autocast has ended.
     """
-    peak = freed = 0
+    peak = freed = freed_back = 0
     for i, cost in enumerate(costs):
+        again = cost.name in chosen
         peak = max(
-            peak,
-            memory.with_blocks[i] - freed,
-            _in_block(cost, memory, i, cost.name in chosen) - freed,
+            peak, memory.with_blocks[i] - freed, _in_block(cost, memory, i, again) - freed_back
         )
-        freed += cost.freed_bytes if cost.name in chosen else 0
+        freed += cost.freed_bytes if again else 0
+        freed_back += _freed_back(cost, memory) if again else 0
     return max(peak, memory.with_blocks[-1] - freed)
 
 
@@ -83,8 +88,13 @@ def _in_block(cost: BlockCost, memory: StepMemory, i: int, again: bool) -> int:
         return memory.backward[i]
     return max(
         memory.backward[i] + cost.input_bytes,
-        memory.backward_start[i] - cost.freed_bytes + memory.working[i],
+        memory.backward_start[i] - _freed_back(cost, memory) + memory.working[i],
     )
+
+
+def _freed_back(cost: BlockCost, memory: StepMemory) -> int:
+    """Returns what a checkpointed block keeps less once backward has begun."""
+    return cost.freed_bytes + (0 if memory.autocast_in_backward else cost.cast_bytes)
 
 
 def _cheapest(
@@ -95,31 +105,31 @@ def _cheapest(
     Block by block it keeps, for each amount freed so far, the cheapest set; sets that free less for more time are dropped,
     and so are those that exceed the target before or in the block.
     """
-    sets: list[tuple[int, float, tuple[int, ...]]] = [(0, 0.0, ())]
+    sets: list[_Set] = [(0, 0, 0.0, ())]
     for i, cost in enumerate(costs):
         plain, again = (_in_block(cost, memory, i, a) - target_bytes for a in (False, True))
         before = memory.with_blocks[i] - target_bytes
         after = []
-        for freed, time_s, chosen in sets:
-            if freed >= max(before, plain):
-                after.append((freed, time_s, chosen))
-            if cost.freed_bytes > 0 and freed >= max(before, again):
-                after.append((freed + cost.freed_bytes, time_s + cost.forward_s, (*chosen, i)))
+        for freed, back, time_s, chosen in sets:
+            if freed < before:
+                continue
+            if back >= plain:
+                after.append((freed, back, time_s, chosen))
+            if back >= again and cost.freed_bytes > 0:
+                more = (freed + cost.freed_bytes, back + _freed_back(cost, memory))
+                after.append((*more, time_s + cost.forward_s, (*chosen, i)))
         sets = _worth_keeping(after)
     fitting = [s for s in sets if s[0] >= memory.with_blocks[-1] - target_bytes]
-    return min(fitting, key=lambda s: s[1])[2] if fitting else None
+    return min(fitting, key=lambda s: s[2])[3] if fitting else None
 
 
-def _worth_keeping(
-    sets: list[tuple[int, float, tuple[int, ...]]],
-) -> list[tuple[int, float, tuple[int, ...]]]:
+def _worth_keeping(sets: list[_Set]) -> list[_Set]:
     """Returns the sets than which no other frees as much for less time."""
-    kept: list[tuple[int, float, tuple[int, ...]]] = []
-    for found in sorted(sets, key=lambda s: (-s[0], s[1])):
-        if not kept or found[1] < kept[-1][1]:
+    kept: list[_Set] = []
+    for found in sorted(sets, key=lambda s: (-s[0], s[2])):
+        if not kept or found[2] < kept[-1][2]:
             kept.append(found)
     if len(kept) <= MOST_SETS:
         return kept
     unit = -(-kept[0][0] // (MOST_SETS // 2))
-    rounded = [(freed // unit * unit, time_s, chosen) for freed, time_s, chosen in kept]
-    return _worth_keeping(rounded)
+    return _worth_keeping([(freed // unit * unit, *rest) for freed, *rest in kept])  # type: ignore[misc]

@@ -146,7 +146,7 @@ def _with_all_checkpointed(
         for name in names:
             del modules[name].forward
     costs = [
-        BlockCost(name, type(modules[name]).__name__, kept, 0, again_s, 1)
+        BlockCost(name, type(modules[name]).__name__, kept, forward_s=again_s, calls=1)
         for name, kept, again_s in zip(order, memory.again_bytes, memory.again_s, strict=True)
     ]
     kept_before = [0, *itertools.accumulate(memory.again_bytes)]

@@ -36,6 +36,8 @@ class StepMemory:
     #: n: of blocks that were computed again: what that kept for their backward, at most, and the time it took.
     again_bytes: list[int] = field(default_factory=list)
     again_s: list[float] = field(default_factory=list)
+    #: Whether backward was called inside of autocast, which keeps its copies of parameters for so long.
+    autocast_in_backward: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -104,6 +106,7 @@ class _Borders:
     def _backward(self, index: int) -> None:
         self.close()
         self._in_backward = index
+        self._found.autocast_in_backward |= torch.is_autocast_enabled(self._tally.device.type)
         start = self._found.backward_start
         start[index] = max(start[index], self._tally.now())
 
@@ -140,6 +143,9 @@ class _Borders:
 class _Tally:
     """Bytes that are held now, and the most since the last question."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
     def now(self) -> int:
         raise NotImplementedError
 
@@ -152,25 +158,26 @@ class _Tally:
 
 class _CudaTally(_Tally):
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        super().__init__(device)
         torch.cuda.reset_peak_memory_stats(device)
 
     def wait(self) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self.device)
 
     def now(self) -> int:
-        return torch.cuda.memory_allocated(self._device)
+        return torch.cuda.memory_allocated(self.device)
 
     def peak(self) -> int:
-        peak = torch.cuda.max_memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
 
 class _StorageTally(_Tally):
     """Counts the events of a memory time line."""
 
-    def __init__(self, events: Sequence[tuple[Any, int]]) -> None:
+    def __init__(self, device: torch.device, events: Sequence[tuple[Any, int]]) -> None:
+        super().__init__(device)
         self._events, self._read, self._held = events, 0, 0
 
     def now(self) -> int:
@@ -192,4 +199,4 @@ def _tally(module: nn.Module) -> Iterator[_Tally]:
         yield _CudaTally(device)
         return
     with memory_timeline(module) as recorder:
-        yield _StorageTally(recorder.timeline.events)
+        yield _StorageTally(device, recorder.timeline.events)
