@@ -176,7 +176,7 @@ class TestMemory:
         made = checkpoint_blocks(model, step, int(floor + share * (before - floor)))
         assert made.fits, str(made)
         assert made.peak_bytes is not None
-        assert made.choice.peak_bytes == pytest.approx(made.peak_bytes, rel=0.05)
+        assert made.choice.peak_bytes == pytest.approx(made.peak_bytes, rel=0.1)
         assert all(torch.equal(a, b) for a, b in zip(result(), plain, strict=True))
 
     def test_pinned_memory_is_what_is_planned(self) -> None:

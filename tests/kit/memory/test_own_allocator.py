@@ -179,7 +179,65 @@ class TestOutOfMemory:
         assert own.state().out_of_memory == 1
 
 
+class Runtime:
+    """Stands for the CUDA runtime: takes memory from a driver."""
+
+    def __init__(self, driver: Driver, code: int = 0) -> None:
+        set_device = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
+        self.cudaSetDevice = set_device(lambda device: code)
+        self.cudaMalloc, self.cudaFree = driver.take, driver.give
+
+
 class TestInstall:
+    @pytest.fixture
+    def cuda(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(
+            torch.cuda.memory, "CUDAPluggableAllocator", lambda *names: seen.update(names=names)
+        )
+        monkeypatch.setattr(
+            torch.cuda.memory,
+            "change_current_allocator",
+            lambda allocator: seen.update(changed=True),
+        )
+        return seen
+
+    @pytest.mark.parametrize("pool_bytes", [0, 2 * ARENA])
+    def test_torch_gets_the_functions_and_the_allocator_the_pool(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: dict[str, Any], pool_bytes: int
+    ) -> None:
+        driver = Driver()
+        monkeypatch.setattr(own_allocator, "_runtime", lambda: Runtime(driver))
+        own = install(tmp_path, pool_bytes)
+        assert cuda["changed"]
+        assert cuda["names"] == (str(own.library), "flopwise_alloc", "flopwise_free")
+        assert driver.held == own.state().reserved_bytes == pool_bytes
+        at = own.alloc(KIB)
+        assert (at in driver.blocks) is True  # the beginning of the pool, or of a first arena
+        assert own.state().driver_allocations == (0 if pool_bytes else 1)
+
+    def test_a_pool_that_there_is_no_memory_for(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: dict[str, Any]
+    ) -> None:
+        monkeypatch.setattr(own_allocator, "_runtime", lambda: Runtime(Driver(limit=KIB)))
+        with pytest.raises(
+            AllocatorError, match=r"no pool of 1048576 bytes on device 0 \(CUDA error 2"
+        ):
+            install(tmp_path, ARENA)
+        assert cuda == {}
+
+    def test_torch_that_has_allocated_already_keeps_its_own(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: dict[str, Any]
+    ) -> None:
+        def refuse(allocator: Any) -> None:
+            raise RuntimeError("Can't swap an already initialized allocator\nmore")
+
+        monkeypatch.setattr(torch.cuda.memory, "change_current_allocator", refuse)
+        monkeypatch.setattr(own_allocator, "_runtime", lambda: Runtime(Driver()))
+        with pytest.raises(AllocatorError, match=r"keeps its allocator: Can't swap .* allocator$"):
+            install(tmp_path)
+
     def test_without_cuda(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         with pytest.raises(AllocatorError, match="no CUDA device"):

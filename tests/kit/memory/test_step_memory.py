@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from flopwise.kit.memory import step_memory as step_memory_module
 from flopwise.kit.memory.step_memory import step_memory
 
 WIDTH, ROWS = 16, 64
@@ -44,3 +46,33 @@ def test_a_block_that_is_not_part_of_the_graph_has_no_backward() -> None:
     found = step_memory(model, step, ["0", "1"])
     assert found.backward == [0, 0]
     assert found.peak_bytes > 0
+
+
+def test_on_cuda_each_border_asks_the_allocator_and_begins_a_new_peak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    device = torch.device("cuda", 0)
+    for name, value in (
+        ("reset_peak_memory_stats", None),
+        ("max_memory_allocated", 7),
+        ("memory_allocated", 5),
+        ("synchronize", None),
+    ):
+
+        def call(on: torch.device, name: str = name, value: int | None = value) -> int | None:
+            assert on == device
+            calls.append(name)
+            return value
+
+        monkeypatch.setattr(torch.cuda, name, call)
+    tally = step_memory_module._CudaTally(device)
+    assert (tally.now(), tally.peak()) == (5, 7)
+    tally.wait()
+    assert calls == [
+        "reset_peak_memory_stats",
+        "memory_allocated",
+        "max_memory_allocated",
+        "reset_peak_memory_stats",
+        "synchronize",
+    ]
