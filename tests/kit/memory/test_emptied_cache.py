@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flopwise.kit.memory import emptied_cache
-from flopwise.kit.memory.allocator_state import AllocatorState
+from flopwise.kit.memory.allocator_counters import AllocatorState
 from flopwise.kit.memory.emptied_cache import EmptyCacheCost, empty_cache_cost, held_back
 from flopwise.kit.memory.interleaved import Ratio
 

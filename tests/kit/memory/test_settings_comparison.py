@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flopwise.kit.memory.allocator_state import AllocatorState
+from flopwise.kit.memory.allocator_counters import AllocatorState
 from flopwise.kit.memory.interleaved import Ratio
 from flopwise.kit.memory.settings_comparison import DEFAULT, Run, SettingsComparison
 

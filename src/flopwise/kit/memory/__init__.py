@@ -1,12 +1,12 @@
 """Memory: where it goes, what the allocator makes of it, and tensors whose layout costs time."""
 
+from flopwise.kit.memory.allocator_counters import AllocatorState, allocator_state
 from flopwise.kit.memory.allocator_settings import (
     CANDIDATES,
     compare_settings,
     environment,
     own_settings,
 )
-from flopwise.kit.memory.allocator_state import AllocatorState, allocator_state
 from flopwise.kit.memory.audit import Audit, Misaligned, audit_alignment
 from flopwise.kit.memory.channels_last import ChannelsLast, choose_channels_last
 from flopwise.kit.memory.checkpointing import Checkpointing, checkpoint_blocks

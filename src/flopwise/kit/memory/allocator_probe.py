@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flopwise.kit.memory.allocator_state import AllocatorState, allocator_state
+from flopwise.kit.memory.allocator_counters import AllocatorState, allocator_state
 from flopwise.kit.memory.own_allocator import OwnAllocator, install
 
 

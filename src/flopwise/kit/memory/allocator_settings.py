@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from flopwise.kit.memory.allocator_state import AllocatorState
+from flopwise.kit.memory.allocator_counters import AllocatorState
 from flopwise.kit.memory.interleaved import FEWEST_ROUNDS, ratio_of
 from flopwise.kit.memory.settings_comparison import (
     DEFAULT,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from flopwise.kit.memory.allocator_state import AllocatorState, allocator_state
+from flopwise.kit.memory.allocator_counters import AllocatorState, allocator_state
 from flopwise.kit.memory.interleaved import Ratio, compare
 from flopwise.kit.memory.where import place, user_frame
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from flopwise.errors import FlopwiseError
-from flopwise.kit.memory.allocator_state import AllocatorState
+from flopwise.kit.memory.allocator_counters import AllocatorState
 
 #: cudaMalloc aligns to this at least. Source: CUDA C++ Programming Guide, "Device Memory Accesses".
 GRANULE_BYTES = 256

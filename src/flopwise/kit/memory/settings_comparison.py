@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from flopwise.errors import FlopwiseError
-from flopwise.kit.memory.allocator_state import AllocatorState
+from flopwise.kit.memory.allocator_counters import AllocatorState
 from flopwise.kit.memory.interleaved import Ratio
 from flopwise.units import duration
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flopwise.kit.memory.allocator_state import allocator_state, from_stats
+from flopwise.kit.memory.allocator_counters import allocator_state, from_stats
 
 
 def test_counters_by_their_names() -> None:
