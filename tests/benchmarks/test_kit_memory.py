@@ -15,6 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "kit_memory.py"
 
 
+def tables(path: Path) -> str:
+    words = [sys.executable, str(SCRIPT.with_name("kit_memory_table.py")), str(path)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
     return subprocess.run(
@@ -38,6 +45,11 @@ def test_every_section_runs_on_a_cpu(tmp_path: Path) -> None:
     for row in found["checkpointing"]["rows"][1:]:
         assert row["achieved_bytes"] <= row["choice"]["target_bytes"]
     assert found["timeline"]["peak"]["by_category"]["optimizer state"] > 0
+    text = tables(out)
+    for name in ("padding", "layers", "checkpointing", "timeline", "emptied", "search", "pinned"):
+        assert f"**{name}**" in text
+    assert "| optimizer state |" in text
+    assert text.count(" of 4 | ") == 4  # targets
 
 
 def test_layouts_and_settings_run_on_a_cpu(tmp_path: Path) -> None:
@@ -47,6 +59,10 @@ def test_layouts_and_settings_run_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, {n: s.get("traceback", s.get("failed")) for n, s in found.items()}
     assert set(found["channels_last"]["models"]) == {"resnet50", "efficientnet_b4"}
     assert len(found["allocator"]["comparison"]["runs"]) == 2
+    text = tables(out)
+    assert "| resnet50 | " in text
+    assert "| as it is | " in text
+    assert "To keep: " in text
 
 
 def test_a_section_that_fails_is_recorded_and_the_next_one_runs(
