@@ -85,6 +85,33 @@ def test_in_16_bits_more_is_rounding(model: nn.Sequential, x: torch.Tensor) -> N
     assert why_unlike(model, step, lambda: scaled(last, 1.5)) is not None
 
 
+def test_where_one_rounding_moves_much_as_much_is_allowed(x: torch.Tensor) -> None:
+    class Steep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1e7))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.scale).sin()
+
+    model = Steep()
+
+    @contextlib.contextmanager
+    def another_rounding() -> Iterator[None]:
+        hook = model.register_forward_pre_hook(lambda m, args: args[0] * (1 + 2.0**-23))
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    assert why_unlike(model, lambda: model(x).mean().backward(), another_rounding) is None
+
+    smooth = nn.Sequential(nn.Linear(16, 4))
+    layer = smooth[0]
+    assert isinstance(layer, nn.Linear)
+    assert why_unlike(smooth, lambda: smooth(x).mean().backward(), lambda: scaled(layer, -1.0))
+
+
 def test_not_a_number_is_never_the_same(model: nn.Sequential, x: torch.Tensor) -> None:
     last = model[3]
     assert isinstance(last, nn.Linear)
