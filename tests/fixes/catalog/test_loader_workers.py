@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from flopwise.fixes.catalog import loader_workers
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers, choose_workers
 from flopwise.fixes.interface import Declined, Eligible, Scene
-from flopwise.meter import limits
+from flopwise.hardware import limits
 
 ORIGINAL = _SingleProcessDataLoaderIter._next_data
 

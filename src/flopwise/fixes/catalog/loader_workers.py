@@ -14,8 +14,8 @@ from torch.utils.data.distributed import DistributedSampler
 from flopwise.fixes.feed import PREFETCH, Feed
 from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, share_reason
 from flopwise.fixes.loader_setting import LoaderSetting, fingerprint
+from flopwise.hardware import limits
 from flopwise.kit.nested import tensors_in
-from flopwise.meter import limits
 from flopwise.meter.parity import compare_batches
 from flopwise.meter.replay import Snapshot
 from flopwise.records.verdict import Parity

@@ -1,0 +1,298 @@
+"""One pool of page-locked slots that worker processes collate into and the copy engine reads in place."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flopwise.errors import InputError
+from flopwise.kit.input.layout import Placed, aligned
+from flopwise.kit.input.notices import say_once
+from flopwise.kit.input.registration import Registration
+from flopwise.kit.input.shared_block import MOST_SLOTS, SharedBlock, Tokens, missing_system_part
+from flopwise.kit.nested import map_tensors
+
+#: Each slot begins with its number, time and checksum; the batch follows.
+HEADER_BYTES = 256
+_PAGE = 4096
+_FREE, _FILLING, _FILLED = 0, 1, 2
+_STATE, _OWNER, _TICKET, _FIELDS = 0, 1, 2, 4
+_POOLS: weakref.WeakValueDictionary[str, PinnedPool] = weakref.WeakValueDictionary()
+
+
+@dataclass
+class PoolCounts:
+    """What came through a pool, in batches; `fallbacks` by reason took the ordinary path."""
+
+    placed: int = 0
+    reclaimed: int = 0
+    fallbacks: dict[str, int] = field(default_factory=dict)
+
+
+class PinnedPool:
+    """Slots of shared memory, page-locked once where there is a CUDA device.
+
+    Workers fill slots by index (`collate_into`), the parent gets the index and where each tensor lies, and a slot goes
+    back to the workers when the last tensor made of it is gone: on a GPU after its copy, on a CPU when the loop drops
+    the batch.
+
+    Args:
+        slot_bytes: room of a slot, as `slot_bytes_for(batch)` says. A larger batch takes the ordinary path.
+        slots: at least workers x prefetch_factor + ring depth + 2, else workers run out of slots and say so.
+        checksums: workers add a checksum to what they fill, for the consistency mode.
+
+    Raises:
+        InputError: no room for so many slots, or a size that makes no sense.
+    """
+
+    def __init__(self, slot_bytes: int, slots: int = 16, *, checksums: bool = False) -> None:
+        if slot_bytes < 1 or not 1 <= slots <= MOST_SLOTS:
+            raise InputError(
+                f"a pool of {slots} slots of {slot_bytes} bytes: 1 to {MOST_SLOTS} slots of at least one byte are meant"
+            )
+        missing = missing_system_part()
+        if missing:
+            raise InputError(f"PinnedPool: {missing}. Use the loader without a pool")
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self.checksums = checksums
+        self.counts = PoolCounts()
+        self._name = uuid.uuid4().hex
+        self._pitch = aligned(HEADER_BYTES + slot_bytes, _PAGE)
+        try:
+            self._block = SharedBlock(self._pitch * slots + aligned(slots * _FIELDS * 8, _PAGE))
+        except OSError as error:
+            raise InputError(
+                f"{slots} slots of {slot_bytes >> 20} MiB do not fit into memory ({error}); fewer or smaller slots may"
+            ) from error
+        self._tokens = Tokens(slots)
+        self._setup()
+        self._held: set[int] = set()
+        self._registration = Registration(
+            self._block.address, self._pitch * slots, self._block.map()
+        )
+        if torch.cuda.is_available() and not self._registration.locked:
+            say_once(
+                f"the pool's memory is shared, but not page-locked ({self._registration.error}): "
+                "batches are copied to page-locked memory before they go to the device"
+            )
+        _POOLS[self._name] = self
+
+    def _setup(self) -> None:
+        self._lock = threading.Lock()
+        self._table: Any = None
+        self._table_of = -1
+
+    @property
+    def page_locked(self) -> bool:
+        """Returns whether the copy engine reads slots in place."""
+        return self._registration.locked
+
+    @property
+    def refusal(self) -> str:
+        """Returns why the memory is not page-locked; "" where it is."""
+        return self._registration.error
+
+    @property
+    def held(self) -> int:
+        """Returns how many slots hold batches that this process has and has not dropped."""
+        return len(self._held)
+
+    # ------------------------------------------------------------------ in a worker
+
+    def take(self, timeout_s: float) -> int | None:
+        """Returns a slot to fill, waited for at most so long; None if none is free."""
+        slot = self._tokens.take(timeout_s)
+        if slot is not None:
+            row = slot * _FIELDS
+            table = self._rows()
+            table[row + _OWNER] = os.getpid()
+            table[row + _TICKET] += 1
+            table[row + _STATE] = _FILLING
+        return slot
+
+    def block(self, slot: int) -> torch.Tensor:
+        """Returns the slot's room as bytes, behind its header."""
+        return self._block.tensor(slot * self._pitch + HEADER_BYTES, self.slot_bytes)
+
+    def filled(self, slot: int, tree: Any, used_bytes: int, checksum: int | None) -> Packed:
+        """Returns what is sent to the parent about a slot that is full."""
+        row = slot * _FIELDS
+        self._rows()[row + _STATE] = _FILLED
+        ticket = int(self._rows()[row + _TICKET])
+        return Packed(self._name, slot, ticket, tree, used_bytes, time.time_ns(), checksum)
+
+    def give_back(self, slot: int) -> None:
+        """Makes a slot free that was taken and not filled."""
+        self._rows()[slot * _FIELDS + _STATE] = _FREE
+        self._tokens.put(slot)
+
+    # ------------------------------------------------------------------ in the parent
+
+    def unpack(self, item: Any) -> Any:
+        """Returns the batch that a loader with `collate_into` handed out, whichever path it took; others as they are.
+
+        Its tensors are views of the slot; the slot is used again when all of them are gone.
+
+        Raises:
+            InputError: the slot was taken back while the batch was on its way.
+        """
+        if isinstance(item, Unplaced):
+            self.counts.fallbacks[item.reason] = self.counts.fallbacks.get(item.reason, 0) + 1
+            if item.reason == NO_SLOT:
+                self.reclaim()
+            say_once(f"a batch took the ordinary path: {item.said}")
+            return item.batch
+        if not isinstance(item, Packed):
+            return item
+        if item.window is None:
+            item.claim()
+        window, tree = item.window, item.tree
+        block = torch.frombuffer(window, dtype=torch.uint8)[HEADER_BYTES:]
+        self.counts.placed += 1
+        return map_tensors(tree, lambda placed: placed.view(block), Placed)
+
+    def claim(self, slot: int, ticket: int) -> Any:
+        """Returns the buffer of a filled slot; the slot is free again when the buffer is."""
+        row = slot * _FIELDS
+        with self._lock:
+            if self._rows()[row + _TICKET] != ticket or slot in self._held:
+                raise InputError(
+                    f"slot {slot} of the pool was taken back while its batch was on its way: the batch is lost. "
+                    "Is one iterator of the loader used after another one was begun?"
+                )
+            self._held.add(slot)
+        window = self._block.window(slot * self._pitch, HEADER_BYTES + self.slot_bytes)
+        finalizer = weakref.finalize(window, _release, weakref.ref(self), slot, os.getpid())
+        finalizer.atexit = False
+        return window
+
+    def reclaim(self) -> int:
+        """Returns how many slots were freed whose worker is gone and whose batch never came.
+
+        Call it when no batch of such a worker can come any more, as when a new epoch begins.
+        """
+        freed = 0
+        table = self._rows()
+        with self._lock:
+            for slot in range(self.slots):
+                row = slot * _FIELDS
+                lost = slot not in self._held and table[row + _STATE] != _FREE
+                if lost and not _is_alive(table[row + _OWNER]):
+                    table[row + _TICKET] += 1
+                    table[row + _STATE] = _FREE
+                    self._tokens.put(slot)
+                    freed += 1
+        self.counts.reclaimed += freed
+        return freed
+
+    def close(self) -> None:
+        """Unlocks the pages and gives the memory back once no batch refers to it."""
+        _POOLS.pop(self._name, None)
+        self._registration.release()
+        self._tokens.close()
+        self._block.close()
+        self._table = None
+
+    def _rows(self) -> Any:
+        if self._table is None or self._table_of != os.getpid():
+            start = self._pitch * self.slots
+            view = memoryview(self._block.map())[start : start + self.slots * _FIELDS * 8]
+            self._table, self._table_of = view.cast("q"), os.getpid()
+        return self._table
+
+    def _free(self, slot: int) -> None:
+        with self._lock:
+            if slot in self._held:
+                self._held.discard(slot)
+                self._rows()[slot * _FIELDS + _STATE] = _FREE
+                self._tokens.put(slot)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("slots", "slot_bytes", "checksums", "_name", "_pitch", "_block", "_tokens")
+        return {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.counts = PoolCounts()
+        self._held = set()
+        self._setup()
+
+
+class Packed:
+    """A filled slot on its way: where its tensors lie. `PinnedPool.unpack` makes the batch of it."""
+
+    def __init__(
+        self,
+        pool: str,
+        slot: int,
+        ticket: int,
+        tree: Any,
+        used_bytes: int,
+        filled_ns: int,
+        checksum: int | None,
+    ) -> None:
+        self.pool, self.slot, self.ticket, self.tree = pool, slot, ticket, tree
+        self.used_bytes, self.filled_ns, self.checksum = used_bytes, filled_ns, checksum
+        self.window: Any = None
+
+    def claim(self) -> None:
+        """Makes this process the one that gives the slot back.
+
+        Raises:
+            InputError: the pool is gone, or took the slot back.
+        """
+        pool = _POOLS.get(self.pool)
+        if pool is None:
+            raise InputError(
+                "a batch came out of a pool that this process does not have, or has closed"
+            )
+        self.window = pool.claim(self.slot, self.ticket)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "window"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.window = None
+        self.claim()  # from here on it is freed with this object, also if nobody ever unpacks it
+
+
+#: Why a batch was not put into a slot.
+NO_SLOT, TOO_LARGE = "no free slot", "larger than a slot"
+
+
+@dataclass
+class Unplaced:
+    """A batch that took the ordinary path, and why."""
+
+    batch: Any
+    reason: str
+    said: str
+
+
+def _release(pool: weakref.ref[PinnedPool], slot: int, process: int) -> None:
+    live = pool()
+    if live is None or os.getpid() != process:
+        return
+    try:
+        live._free(slot)
+    except (OSError, ValueError):  # closed
+        return
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
