@@ -1,1 +1,33 @@
-"""Input: batches reach the device while it computes, from memory that is page-locked once."""
+"""The input pipeline: batches on the device before the step asks for them.
+
+`Prefetcher` moves batches on a stream of its own, `PinnedPool` and `collate_into` let workers collate into page-locked
+shared memory, the consistency mode and `Watch` check batches on the device, `tune_loader` finds a loader's settings by
+the time the device waits, and `decode_jpegs` with `RandomResizedCropBatch` does an image pipeline there.
+"""
+
+from __future__ import annotations
+
+from flopwise.kit.input.collate import CollateInto, collate_into, slot_bytes_for
+from flopwise.kit.input.findings import Inconsistency
+from flopwise.kit.input.normalize import IMAGENET, Normalize
+from flopwise.kit.input.pool import Packed, PinnedPool, PoolCounts, Unplaced
+from flopwise.kit.input.prefetcher import Barrier, Prefetcher
+from flopwise.kit.input.registration import PinnedPlan, caching_allocator_bytes, plan_pinned
+
+__all__ = [
+    "IMAGENET",
+    "Barrier",
+    "CollateInto",
+    "Inconsistency",
+    "Normalize",
+    "Packed",
+    "PinnedPlan",
+    "PinnedPool",
+    "PoolCounts",
+    "Prefetcher",
+    "Unplaced",
+    "caching_allocator_bytes",
+    "collate_into",
+    "plan_pinned",
+    "slot_bytes_for",
+]

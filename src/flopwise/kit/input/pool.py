@@ -76,7 +76,7 @@ class PinnedPool:
         self._setup()
         self._held: set[int] = set()
         self._registration = Registration(
-            self._block.address, self._pitch * slots, self._block.map()
+            self._block.address, self._pitch * slots, self, self._block.map()
         )
         if torch.cuda.is_available() and not self._registration.locked:
             say_once(

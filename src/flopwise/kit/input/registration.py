@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -61,12 +62,17 @@ def caching_allocator_bytes(nbytes: int) -> int:
 
 
 class Registration:
-    """Page-locked memory that was there before. `error` says why it is not page-locked, "" if it is."""
+    """Page-locked memory that was there before. `error` says why it is not page-locked, "" if it is.
 
-    def __init__(self, pointer: int, nbytes: int, owner: Any) -> None:
+    It is unlocked when `owner` is gone; `memory` is what holds the bytes, and stays until then.
+    """
+
+    def __init__(self, pointer: int, nbytes: int, owner: Any, memory: Any) -> None:
         self.error = _register(pointer, nbytes)
         self._release = (
-            None if self.error else weakref.finalize(owner, _unregister, pointer, _process())
+            None
+            if self.error
+            else weakref.finalize(owner, _unregister, pointer, os.getpid(), memory)
         )
 
     @property
@@ -98,20 +104,14 @@ def _register(pointer: int, nbytes: int) -> str:
     return f"cudaHostRegister of {nbytes / 2**20:.0f} MiB: {_text(runtime, status)} ({code}){_locked_limit(nbytes)}"
 
 
-def _unregister(pointer: int, process: int) -> None:
-    """Unregisters, unless this is a fork of the process that registered."""
-    if process != _process():
+def _unregister(pointer: int, process: int, memory: Any) -> None:
+    """Unregisters while the memory is still there, unless this is a fork of the process that registered."""
+    if process != os.getpid():
         return
     try:
         torch.cuda.cudart().cudaHostUnregister(pointer)
     except (RuntimeError, AssertionError, AttributeError):  # the driver is shutting down
         return
-
-
-def _process() -> int:
-    import os
-
-    return os.getpid()
 
 
 def _text(runtime: Any, status: Any) -> str:

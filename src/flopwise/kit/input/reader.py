@@ -1,0 +1,193 @@
+"""Reads a loader ahead of the loop, in a thread or in the loop's own, and hands batches out in the loader's order."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from flopwise.kit.input.notices import say_once
+
+#: A thread that is stuck inside the loader is left behind after so long.
+PATIENCE_S = 10.0
+
+
+class Link(Protocol):
+    """The way of a batch from the loader to the loop; see `HostLink` and `CudaLink`."""
+
+    def send(self, item: Any, number: int) -> Any:
+        """Returns the batch on its way."""
+
+    def enter_thread(self) -> None:
+        """Prepares the thread that reads."""
+
+
+class _End:
+    """The loader has no more, or failed: then with its error."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+
+class Snapshot:
+    """A batch on its way, and the loader's state after it if the loader has one."""
+
+    __slots__ = ("sent", "state")
+
+    def __init__(self, sent: Any, state: Any) -> None:
+        self.sent, self.state = sent, state
+
+
+class Reader:
+    """One pass over an iterator. `take` returns batches, raises what the loader raised, and StopIteration at the end."""
+
+    def __init__(
+        self, iterator: Iterator[Any], link: Any, depth: int, state_of: Any = None
+    ) -> None:
+        self._iterator, self._link, self._depth = iterator, link, depth
+        self._state_of = state_of
+        self._number = 0
+        self.sending = threading.Lock()  # held while a batch is being sent
+
+    def _read(self) -> Snapshot | _End:
+        """Returns the loader's next batch, sent on its way; what goes wrong is kept for its turn."""
+        try:
+            item = next(self._iterator)
+            state = self._state_of() if self._state_of is not None else None
+            with self.sending:
+                sent = self._link.send(item, self._number)
+            self._number += 1
+            return Snapshot(sent, state)
+        except StopIteration:
+            return _End()
+        except BaseException as error:
+            return _End(error)
+
+    def take(self) -> Snapshot:
+        """Returns the next batch."""
+        raise NotImplementedError
+
+    def ahead(self) -> int:
+        """Returns how many batches are ready or on their way."""
+        raise NotImplementedError
+
+    def stop(self) -> list[Snapshot]:
+        """Stops reading and returns the batches that nobody took."""
+        raise NotImplementedError
+
+
+class InTurn(Reader):
+    """Reads in the loop's own thread, where the loop asks for a batch: at the same place of the program every time."""
+
+    def __init__(
+        self, iterator: Iterator[Any], link: Any, depth: int, state_of: Any = None
+    ) -> None:
+        super().__init__(iterator, link, depth, state_of)
+        self._ready: deque[Snapshot | _End] = deque()
+
+    def take(self) -> Snapshot:
+        """Returns the next batch, after reading ahead as far as the depth allows."""
+        while len(self._ready) < self._depth + 1 and not (
+            self._ready and isinstance(self._ready[-1], _End)
+        ):
+            self._ready.append(_read_quietly(self))
+        first = self._ready[0]
+        if isinstance(first, _End):
+            raise first.error or StopIteration
+        self._ready.popleft()
+        return first
+
+    def ahead(self) -> int:
+        """Returns how many batches are ready or on their way."""
+        return sum(isinstance(x, Snapshot) for x in self._ready)
+
+    def stop(self) -> list[Snapshot]:
+        """Returns the batches that nobody took."""
+        left = [x for x in self._ready if isinstance(x, Snapshot)]
+        self._ready.clear()
+        self._iterator = iter(())
+        return left
+
+
+class InThread(Reader):
+    """Reads in a thread. The first batch is read where the loop asks for it: processes are forked and seeds drawn there."""
+
+    def __init__(
+        self, iterator: Iterator[Any], link: Any, depth: int, state_of: Any = None
+    ) -> None:
+        super().__init__(iterator, link, depth, state_of)
+        self._ready: SimpleQueue[Snapshot | _End] = SimpleQueue()
+        self._room: SimpleQueue[bool] = SimpleQueue()  # True: one more may be read; False: stop
+        self._thread: threading.Thread | None = None
+        self._ended: _End | None = None
+        self._started = False
+
+    def take(self) -> Snapshot:
+        """Returns the next batch; waits for the reading thread if it is not there yet."""
+        if self._ended is not None:
+            raise self._ended.error or StopIteration
+        if not self._started:
+            self._started = True
+            first = _read_quietly(self)
+            if isinstance(first, Snapshot):
+                self._start()
+        else:
+            first = self._ready.get()
+            self._room.put(True)
+        if isinstance(first, _End):
+            self._ended = first
+            raise first.error or StopIteration
+        return first
+
+    def _start(self) -> None:
+        for _ in range(self._depth):
+            self._room.put(True)
+        self._thread = threading.Thread(target=self._run, name="flopwise-input", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._link.enter_thread()
+        while self._room.get():
+            read = _read_quietly(self)
+            self._ready.put(read)
+            if isinstance(read, _End):
+                return
+
+    def ahead(self) -> int:
+        """Returns how many batches are ready or on their way."""
+        return self._ready.qsize()
+
+    def stop(self) -> list[Snapshot]:
+        """Stops the thread, waiting for the batch that it is reading, and returns the batches that nobody took."""
+        self._started, self._ended = True, self._ended or _End()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._room.put(False)
+            while not self._room.empty():  # room not used yet: the thread is to see the stop first
+                try:
+                    if not self._room.get_nowait():
+                        self._room.put(False)
+                        break
+                except Exception:
+                    break
+            self._thread.join(PATIENCE_S)
+            if self._thread.is_alive():
+                say_once(
+                    f"the loader did not return a batch within {PATIENCE_S:g} s of the end of the loop: "
+                    "the thread that waits for it is left behind"
+                )
+        left = []
+        while not self._ready.empty():
+            read = self._ready.get_nowait()
+            if isinstance(read, Snapshot):
+                left.append(read)
+        return left
+
+
+def _read_quietly(reader: Reader) -> Snapshot | _End:
+    """Reads one batch without recording gradients, whatever the thread's own mode is."""
+    with torch.no_grad():
+        return reader._read()
