@@ -55,10 +55,15 @@ class Normalize:
     def _image(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype != torch.uint8 or x.dim() < 3 or x.shape[-3] != len(self.mean):
             return x
-        full, mean, std = self._on(x.device)
         last = self.channels_last and x.dim() == 4
         layout = torch.channels_last if last else torch.preserve_format
-        y = x.to(torch.float32, memory_format=layout)
+        return self.of_floats(x.to(torch.float32, memory_format=layout))
+
+    def of_floats(self, y: torch.Tensor) -> torch.Tensor:
+        """Returns values in 0..255 (float32, (..., C, H, W)) normalised; they are overwritten."""
+        full, mean, std = self._on(y.device)
+        if self.channels_last and y.dim() == 4:
+            y = y.contiguous(memory_format=torch.channels_last)
         # A divisor that is a tensor on the device is divided by; a Python number would be multiplied by its inverse.
         return y.div_(full).sub_(mean).div_(std).to(self.dtype)
 

@@ -65,6 +65,7 @@ class PinnedPool:
         self.checksums = checksums
         self.counts = PoolCounts()
         self._name = uuid.uuid4().hex
+        self._made_by = os.getpid()
         self._pitch = aligned(HEADER_BYTES + slot_bytes, _PAGE)
         try:
             self._block = SharedBlock(self._pitch * slots + aligned(slots * _FIELDS * 8, _PAGE))
@@ -127,7 +128,10 @@ class PinnedPool:
         row = slot * _FIELDS
         self._rows()[row + _STATE] = _FILLED
         ticket = int(self._rows()[row + _TICKET])
-        return Packed(self._name, slot, ticket, tree, used_bytes, time.time_ns(), checksum)
+        packed = Packed(self._name, slot, ticket, tree, used_bytes, time.time_ns(), checksum)
+        if os.getpid() == self._made_by:  # a loader without workers: it goes nowhere
+            packed.claim()
+        return packed
 
     def give_back(self, slot: int) -> None:
         """Makes a slot free that was taken and not filled."""
@@ -223,6 +227,7 @@ class PinnedPool:
         self.__dict__.update(state)
         self.counts = PoolCounts()
         self._held = set()
+        self._made_by = -1
         self._setup()
 
 

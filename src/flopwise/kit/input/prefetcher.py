@@ -20,10 +20,13 @@ from flopwise.kit.input.cuda_link import Counts, CudaLink
 from flopwise.kit.input.cuda_surface import CudaSurface
 from flopwise.kit.input.findings import Inconsistency, Judge
 from flopwise.kit.input.host_link import HostLink
+from flopwise.kit.input.jpeg import JpegBatch
+from flopwise.kit.input.leaves import Opaque, moved_by_itself, wrapped
 from flopwise.kit.input.normalize import Normalize, as_normalize
 from flopwise.kit.input.notices import say_once
 from flopwise.kit.input.pool import PinnedPool
 from flopwise.kit.input.reader import InThread, InTurn, Reader, Snapshot
+from flopwise.kit.nested import map_tensors
 
 
 @dataclass(frozen=True)
@@ -247,7 +250,8 @@ class Prefetcher:
 
     def _new_link(self) -> HostLink | CudaLink:
         if self.device.type != "cuda":
-            return HostLink(self.pool, self._changes, self.judge, self._break_fence)
+            changes = [_mover(self.device), *self._changes]
+            return HostLink(self.pool, changes, self.judge, self._break_fence)
         return CudaLink(
             CudaSurface(self.device),
             self.depth,
@@ -275,6 +279,18 @@ def _device(device: torch.device | str | None) -> torch.device:
         if chosen.index is None:
             chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
+
+
+def _mover(device: torch.device) -> Callable[[Any], Any]:
+    """Returns what moves a batch the plain way; on the host only objects that say so are touched."""
+    if device.type == "cpu":
+        return lambda batch: map_tensors(batch, lambda x: x.to(device), JpegBatch)
+
+    def move(batch: Any) -> Any:
+        moved = map_tensors(wrapped(batch), lambda t: t.to(device))
+        return map_tensors(moved, lambda leaf: moved_by_itself(leaf.value, device)[1], Opaque)
+
+    return move
 
 
 def _pool_of(loader: Any) -> PinnedPool | None:

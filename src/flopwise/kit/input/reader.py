@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -165,14 +166,10 @@ class InThread(Reader):
         """Stops the thread, waiting for the batch that it is reading, and returns the batches that nobody took."""
         self._started, self._ended = True, self._ended or _End()
         if self._thread is not None and self._thread is not threading.current_thread():
+            with suppress(Empty):
+                while True:  # room that was not used yet: the thread is to see the stop first
+                    self._room.get_nowait()
             self._room.put(False)
-            while not self._room.empty():  # room not used yet: the thread is to see the stop first
-                try:
-                    if not self._room.get_nowait():
-                        self._room.put(False)
-                        break
-                except Exception:
-                    break
             self._thread.join(PATIENCE_S)
             if self._thread.is_alive():
                 say_once(

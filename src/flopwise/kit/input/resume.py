@@ -77,7 +77,8 @@ def resumed(loader: Any, state: dict[str, Any]) -> Iterator[Any]:
     """
     if "loader" in state:
         loader.load_state_dict(state["loader"])
-        return iter(loader)
+        restored: Iterator[Any] = iter(loader)
+        return restored
     skip = state["batches"]
     generators = generators_of(loader)
     old = state.get("generators", [])
@@ -91,7 +92,7 @@ def resumed(loader: Any, state: dict[str, Any]) -> Iterator[Any]:
     for generator, was in zip(generators, old, strict=True):
         generator.set_state(was)
     try:
-        iterator = iter(loader)
+        iterator: Iterator[Any] = iter(loader)
         skipped = sum(1 for _ in islice(iterator, skip))
     finally:
         torch.set_rng_state(before)

@@ -74,7 +74,7 @@ class SharedBlock:
             self._fd = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"nbytes": self.nbytes, "fd": reduction.DupFd(self._fd)}  # type: ignore[attr-defined]
+        return {"nbytes": self.nbytes, "fd": reduction.DupFd(self._fd)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.nbytes = state["nbytes"]
