@@ -87,7 +87,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def block_bytes(batch: Any) -> int:
-    """Returns the bytes of a block that holds every plain tensor of the batch."""
+    """Returns the bytes of a block that holds every plain tensor of the batch, in whichever order they are placed."""
     layout = Layout()
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,4 +96,4 @@ def block_bytes(batch: Any) -> int:
         return tensor
 
     map_tensors(batch, place)
-    return layout.used
+    return aligned(layout.used)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from flopwise.errors import InputError
+from flopwise.hardware.limits import available_memory_bytes
 from flopwise.kit.input.layout import Placed, aligned
 from flopwise.kit.input.notices import say_once
 from flopwise.kit.input.registration import Registration
@@ -60,6 +61,12 @@ class PinnedPool:
         missing = missing_system_part()
         if missing:
             raise InputError(f"PinnedPool: {missing}. Use the loader without a pool")
+        free = available_memory_bytes()
+        if free is not None and slots * slot_bytes > free:
+            raise InputError(
+                f"{slots} slots of {slot_bytes >> 20} MiB do not fit into memory, of which {free >> 20} MiB are free; "
+                "fewer or smaller slots may"
+            )
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.checksums = checksums

@@ -112,13 +112,6 @@ class Tokens:
         """Makes these slots free."""
         os.write(self._write.fileno(), b"".join(_TOKEN.pack(s) for s in slots))
 
-    def refill(self, slots: set[int]) -> None:
-        """Makes exactly these slots free; for a moment at which no other process takes or gives any."""
-        while self.take() is not None:
-            pass
-        if slots:
-            self.put(*sorted(slots))
-
     def close(self) -> None:
         """Closes this process's ends."""
         self._read.close()
