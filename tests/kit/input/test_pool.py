@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from flopwise.errors import FlopwiseWarning, InputError
 from flopwise.kit.input import PinnedPool, Prefetcher, collate_into, slot_bytes_for
 from flopwise.kit.input.checksum import host_checksum
-from flopwise.kit.input.pool import NO_SLOT, TOO_LARGE, Packed, Unplaced
+from flopwise.kit.input.packed import NO_SLOT, TOO_LARGE, Packed, Unplaced
 from flopwise.kit.nested import tensors_in
 
 no_page_lock = pytest.mark.skipif(
@@ -183,12 +183,12 @@ def test_a_slot_that_was_taken_back_is_an_error_not_another_batch() -> None:
     pool = PinnedPool(4096, 2)
     slot = pool.take(0)
     assert slot is not None
-    late = Packed(pool._name, slot, 1, {}, 0, 0, None)
-    pool._rows()[slot * 4 + 2] += 1
+    late = Packed(pool._name, slot, 1, {}, 0, None)
+    pool._table.filling(slot)
     with pytest.raises(InputError, match=r"slot \d of the pool was taken back"):
         late.claim()
     with pytest.raises(InputError, match="does not have, or has closed"):
-        Packed("gone", 0, 1, {}, 0, 0, None).claim()
+        Packed("gone", 0, 1, {}, 0, None).claim()
 
 
 def test_what_crosses_to_the_parent_is_small_and_says_the_checksum() -> None:

@@ -9,6 +9,9 @@ import torch
 _MODULUS = 1 << 64
 #: Weighs one tensor against the next, so that exchanging two of them shows. Source: any odd number does; this is prime.
 _WEIGHT = 1_000_003
+#: Words of a page (4 KiB). Pages are weighed by 1, 3, 5, ..., so that a batch half of whose pages are another's shows
+#: also where the plain sum of the halves happens to be the same.
+_PAGE_WORDS = 512
 
 
 def host_checksum(tensors: Iterable[torch.Tensor]) -> int:
@@ -17,7 +20,7 @@ def host_checksum(tensors: Iterable[torch.Tensor]) -> int:
     for tensor in tensors:
         words, tail = _bytes(tensor)
         if words is not None:
-            total = total * _WEIGHT + int(words.sum().item())
+            total = total * _WEIGHT + int(_weighed(words).item())
         if tail is not None:
             total += int(tail.sum(dtype=torch.int64).item())
     total %= _MODULUS
@@ -30,10 +33,21 @@ def device_checksum(tensors: Iterable[torch.Tensor], device: torch.device) -> to
     for tensor in tensors:
         words, tail = _bytes(tensor)
         if words is not None:
-            total = total * _WEIGHT + words.sum()
+            total = total * _WEIGHT + _weighed(words)
         if tail is not None:
             total = total + tail.sum(dtype=torch.int64)
     return total
+
+
+def _weighed(words: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of the words, each page's weighed by its place."""
+    pages = words.numel() // _PAGE_WORDS
+    if not pages:
+        return words.sum()
+    sums = words[: pages * _PAGE_WORDS].view(pages, _PAGE_WORDS).sum(1)
+    total = (sums * torch.arange(1, 2 * pages, 2, device=words.device)).sum()
+    rest = words[pages * _PAGE_WORDS :]
+    return total + (2 * pages + 1) * rest.sum() if rest.numel() else total
 
 
 def _bytes(tensor: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:

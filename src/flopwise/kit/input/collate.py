@@ -11,7 +11,8 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from flopwise.kit.input.checksum import host_checksum
 from flopwise.kit.input.layout import Layout, Placed, block_bytes, is_plain
-from flopwise.kit.input.pool import NO_SLOT, TOO_LARGE, PinnedPool, Unplaced
+from flopwise.kit.input.packed import NO_SLOT, TOO_LARGE, Unplaced
+from flopwise.kit.input.pool import PinnedPool
 from flopwise.kit.nested import map_tensors, tensors_in
 
 #: A worker waits so long for a slot before its batch takes the ordinary path: two loaders that wait for each other

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,39 +14,13 @@ from flopwise.kit.input.cuda_surface import CudaSurface
 from flopwise.kit.input.device_check import DeviceCheck
 from flopwise.kit.input.device_ring import DeviceRing
 from flopwise.kit.input.findings import Judge, Stamp
-from flopwise.kit.input.layout import is_plain
+from flopwise.kit.input.layout import dense_stride, is_plain
 from flopwise.kit.input.leaves import Opaque, leaves_of, moved_by_itself, wrapped
-from flopwise.kit.input.pool import Packed, PinnedPool
+from flopwise.kit.input.packed import HEADER_WORDS, Packed
+from flopwise.kit.input.pool import PinnedPool
+from flopwise.kit.input.sent import Counts, Sent
 from flopwise.kit.input.staging import Stage
 from flopwise.kit.nested import map_tensors, tensors_in
-
-
-@dataclass
-class Counts:
-    """How the bytes of plain tensors went to the device; a host copy is one by this process, after the worker's."""
-
-    moved_bytes: int = 0
-    host_copied_bytes: int = 0
-    in_place_batches: int = 0  # read by the copy engine where they lay
-    staged_batches: int = 0  # through the page-locked ring
-    plain_batches: int = 0  # pageable, copied by the driver
-
-
-@dataclass
-class Sent:
-    """A batch on its way: `event` passes when it is on the device."""
-
-    number: int
-    batch: Any
-    buffer: int
-    event: Any = None
-    host: Any = None  # what the copy engine reads; kept until the event has passed
-    stamp: Stamp | None = None
-    header: torch.Tensor | None = None
-    raw: list[torch.Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the raw tensors, as they were sent
-    stage: Stage | None = None
-    step: int = -1
 
 
 class CudaLink:
@@ -80,87 +53,104 @@ class CudaLink:
         self._ring = DeviceRing(surface, depth + 2, break_fence) if reuse else None
         self._check = DeviceCheck(surface, judge) if judge is not None else None
         self._in_flight: deque[tuple[Any, Any]] = deque()  # event, host memory until it passes
-        self._last_consumer: Any = None
-        self._used: Sent | None = None
+        self._used: Sent | None = None  # what the loop was handed last
+        self._used_on: Any = None
 
     # ------------------------------------------------------------------ where batches are read
 
     def send(self, item: Any, number: int) -> Sent:
         """Returns the batch on its way; the copy is queued, not done."""
         self._retire()
-        buffer = item.slot if isinstance(item, Packed) else number % len(self._stages)
-        known = item.checksum if isinstance(item, Packed) else None
         batch = self._pool.unpack(item) if self._pool is not None else item
-        sent = Sent(number, wrapped(batch), buffer)
+        sent = Sent(number, wrapped(batch), number % len(self._stages))
         if any(t.device == self._cuda.device for t in tensors_in(batch)):
             self._copy.wait_stream(self._cuda.current_stream())  # the loader made them on it
         with self._cuda.on(self._copy):
-            self._move(sent, known)
+            stage, host = self._move(sent, item if isinstance(item, Packed) else None)
             for change in self._changes:
                 sent.batch = change(sent.batch)
             sent.event = self._cuda.event()
             sent.event.record(self._copy)
-        if sent.stage is not None:
-            sent.stage.event, sent.stage = sent.event, None
-        self._in_flight.append((sent.event, sent.host))
-        sent.host = None
+        if stage is not None:
+            stage.event = sent.event
+        self._in_flight.append((sent.event, host))
         return sent
 
-    def _move(self, sent: Sent, known: int | None) -> None:
-        batch = sent.batch
+    def _move(self, sent: Sent, packed: Packed | None) -> tuple[Stage | None, list[Any]]:
+        """Queues the copies; returns the block of the staging ring that they read, and what must stay until then."""
+        batch, host = sent.batch, list[Any]()
         plain = [t for t in tensors_in(batch) if is_plain(t)]
-        if self._judge is not None:
-            checksum = host_checksum(plain) if known is None else known
-            sent.stamp = Stamp(sent.number, time.time_ns(), checksum)
-            self._judge.sent(sent.stamp)
-        sources = self._sources(sent, plain)
+        in_place = all(t.numel() == 0 or self._is_read_in_place(t) for t in plain)
+        if packed is not None:
+            sent.buffer = packed.slot
+        header = self._header(sent, plain, packed, in_place) if self._judge is not None else []
+        sources, stage = [*header, *plain], None
+        if plain and not in_place:
+            sources, stage = self._staged(sent, sources)
+        self.counts.in_place_batches += bool(plain) and in_place
         targets = self._targets(sent.number, sources)
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
+        host.append(sources)
+        if header:
+            sent.keep(targets[1:], targets[0])
+        ready = iter(targets[len(header) :])
         self.counts.moved_bytes += sum(t.nbytes for t in plain)
-        if sent.stamp is not None and self._check is not None:
-            sent.header = self._check.header(sent.stamp)
-            sent.raw, sent.versions = targets, [t._version for t in targets]
-        ready = iter(targets)
-        moved = map_tensors(batch, lambda t: next(ready) if is_plain(t) else self._other(t, sent))
-        sent.batch = map_tensors(moved, lambda leaf: self._opaque(leaf, sent), Opaque)
+        moved = map_tensors(batch, lambda t: next(ready) if is_plain(t) else self._other(t, host))
+        sent.batch = map_tensors(moved, lambda leaf: self._opaque(leaf, host), Opaque)
+        return stage, host
 
-    def _sources(self, sent: Sent, plain: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what the copy engine reads: the tensors where they lie, or page-locked copies."""
-        if not plain:
-            return plain
-        if all(t.numel() == 0 or self._cuda.is_pinned(t) for t in plain):
-            sent.host = plain
-            self.counts.in_place_batches += 1
-            return plain
+    def _is_read_in_place(self, tensor: torch.Tensor) -> bool:
+        return self._cuda.is_pinned(tensor) and tensor.stride() == dense_stride(tensor)
+
+    def _header(
+        self, sent: Sent, plain: list[torch.Tensor], packed: Packed | None, in_place: bool
+    ) -> list[torch.Tensor]:
+        """Returns the batch's header, which takes the same way as its tensors: from the slot, or beside them."""
+        known = packed.checksum if packed is not None else None
+        checksum = host_checksum(plain) if known is None else known
+        sent.stamp = Stamp(sent.number, time.time_ns(), checksum)
+        if packed is not None:
+            header = packed.header()
+        elif in_place:
+            header = self._cuda.pinned_words(HEADER_WORDS)
+        else:
+            header = torch.empty(HEADER_WORDS, dtype=torch.int64)
+        header.copy_(sent.stamp.words())
+        assert self._judge is not None
+        self._judge.sent(sent.stamp)
+        return [header]
+
+    def _staged(
+        self, sent: Sent, sources: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], Stage | None]:
+        """Returns page-locked copies and the block they lie in; the tensors themselves where there is none."""
         stage = self._stages[sent.number % len(self._stages)]
         if not self._break_fence:
             stage.wait()
-        copies = stage.write(plain)
+        copies = stage.write(sources)
         if copies is None:
             self.counts.plain_batches += 1
-            return plain  # the driver copies them before the call returns: safe, and slow
-        sent.host, sent.stage = copies, stage
-        sent.buffer = stage.index
+            return sources, None  # the driver copies them before the call returns: safe, and slow
         self.counts.staged_batches += 1
-        self.counts.host_copied_bytes += sum(t.nbytes for t in plain)
-        return copies
+        self.counts.host_copied_bytes += sum(t.nbytes for t in sources)
+        return copies, stage
 
     def _targets(self, number: int, sources: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._ring is not None:
             return self._ring.targets(number, sources, self._copy)
         return [torch.empty_like(s, device=self._cuda.device) for s in sources]
 
-    def _other(self, tensor: torch.Tensor, sent: Sent) -> torch.Tensor:
+    def _other(self, tensor: torch.Tensor, host: list[Any]) -> torch.Tensor:
         """Returns a tensor that is not just bytes, moved by its own `to`."""
         if tensor.device == self._cuda.device:
             return tensor
-        sent.host = (sent.host, tensor)
+        host.append(tensor)
         return tensor.to(self._cuda.device, non_blocking=True)
 
-    def _opaque(self, leaf: Opaque, sent: Sent) -> Any:
+    def _opaque(self, leaf: Opaque, host: list[Any]) -> Any:
         source, moved = moved_by_itself(leaf.value, self._cuda.device)
-        sent.host = (sent.host, source)
+        host.append(source)
         return moved
 
     def _retire(self) -> None:
@@ -177,46 +167,47 @@ class CudaLink:
 
     def hand_over(self, sent: Sent, step: int) -> Any:
         """Returns the batch for this step, ordered before whatever the loop launches on its stream next."""
-        consumer = self._consumer if self._consumer is not None else self._cuda.current_stream()
+        consumer = self._consumer_now()
         self._release(consumer)
         if not (self._break_fence and self._ring is None):
             consumer.wait_event(sent.event)
-        if self._ring is None:
-            for tensor in leaves_of(sent.batch):
-                self._cuda.record(tensor, consumer)
-        if self._check is not None and sent.stamp is not None:
+        for tensor in leaves_of(sent.batch):
+            self._cuda.record(tensor, consumer)
+        if self._check is not None:
+            sent.step = step
             with self._cuda.on(consumer):
-                self._check.arrived(step, sent, consumer)
+                self._check.arrived(sent, consumer)
             self._check.read()
-        self._used, self._last_consumer = sent, consumer
+        self._used, self._used_on = sent, consumer
         batch, sent.batch = sent.batch, None
         return batch
 
+    def _consumer_now(self) -> Any:
+        return self._consumer if self._consumer is not None else self._cuda.current_stream()
+
     def _release(self, consumer: Any) -> None:
-        """Marks on the consumer's stream that the batches before are done with."""
-        used = self._used
+        """Marks that the batch before is done with: on the stream that used it, and on the one that is current now."""
+        used, on = self._used, self._used_on
         if used is None:
             return
-        if self._check is not None and used.stamp is not None:
-            with self._cuda.on(consumer):
-                self._check.after(used, consumer)
+        if self._check is not None:
+            with self._cuda.on(on):
+                self._check.after(used, on)
         if self._ring is not None:
-            self._ring.release(used.number, consumer)
-        used.raw = []
-
-    def finish(self, step: int) -> None:
-        """Ends an epoch: the last batch is checked, and every outstanding check is read."""
-        if self._last_consumer is not None:
-            self._release(self._last_consumer)
+            self._ring.release(used.number, [on] if on == consumer else [on, consumer])
         self._used = None
+
+    def finish(self) -> None:
+        """Ends an epoch: the last batch is checked, and every outstanding check is read."""
+        if self._used_on is not None:
+            self._release(self._used_on)
         if self._check is not None:
             self._check.read(wait=True)
 
     def mark(self) -> Any:
         """Returns a point on the consumer's stream, with its time."""
-        consumer = self._consumer if self._consumer is not None else self._cuda.current_stream()
         event = self._cuda.event(timing=True)
-        event.record(consumer)
+        event.record(self._consumer_now())
         return event
 
     def span_s(self, start: Any, end: Any) -> float:
@@ -230,9 +221,7 @@ class CudaLink:
 
     def streams(self) -> list[Any]:
         """Returns the streams that batches go through: the copies' and the consumer's."""
-        consumer = self._last_consumer if self._last_consumer is not None else self._consumer
-        if consumer is None:
-            consumer = self._cuda.current_stream()
+        consumer = self._used_on if self._used_on is not None else self._consumer_now()
         return [self._copy, consumer]
 
     def drop(self, sent: Sent) -> None:

@@ -11,6 +11,7 @@ import torch
 from flopwise.kit.input.checksum import device_checksum
 from flopwise.kit.input.cuda_surface import CudaSurface
 from flopwise.kit.input.findings import Judge, Stamp
+from flopwise.kit.input.sent import Sent
 
 #: Checks that may be outstanding before the oldest is waited for; a step has two.
 MOST_OUTSTANDING = 256
@@ -21,7 +22,7 @@ class _Outstanding:
     step: int
     buffer: int
     wanted: Stamp
-    result: torch.Tensor  # page-locked: number, checksum
+    result: torch.Tensor  # page-locked: the header, and the checksum computed
     event: Any
     after: bool  # the check after use
 
@@ -33,34 +34,29 @@ class DeviceCheck:
         self._cuda, self._judge = surface, judge
         self._outstanding: deque[_Outstanding] = deque()
 
-    def header(self, stamp: Stamp) -> torch.Tensor:
-        """Returns the batch's number, time and checksum on the device, copied behind its tensors."""
-        host = self._cuda.pinned_words(3)
-        host.copy_(torch.tensor([stamp.number, stamp.sent_ns, stamp.checksum]))
-        return host.to(self._cuda.device, non_blocking=True)
-
-    def arrived(self, step: int, sent: Any, consumer: Any) -> None:
+    def arrived(self, sent: Sent, consumer: Any) -> None:
         """Queues the check of a batch on the consumer's stream, which is the current one."""
-        sent.step = step
-        self._cuda.record(sent.header, consumer)
-        for tensor in sent.raw:
-            self._cuda.record(tensor, consumer)
-        self._queue(step, sent, consumer, after=False)
+        for tensor in (sent.header, *sent.raw):
+            if tensor is not None:
+                self._cuda.record(tensor, consumer)
+        self._queue(sent, consumer, after=False)
 
-    def after(self, sent: Any, consumer: Any) -> None:
+    def after(self, sent: Sent, consumer: Any) -> None:
         """Queues the check of a batch that was used."""
-        self._queue(sent.step, sent, consumer, after=True)
+        self._queue(sent, consumer, after=True)
 
-    def _queue(self, step: int, sent: Any, consumer: Any, after: bool) -> None:
-        if [t._version for t in sent.raw] != sent.versions:
+    def _queue(self, sent: Sent, consumer: Any, after: bool) -> None:
+        if sent.header is None or sent.stamp is None or not sent.unchanged():
             return  # the loop or a transform changed the batch itself
         checksum = device_checksum(sent.raw, self._cuda.device)
-        found = torch.stack([sent.header[0], sent.header[2], checksum])
-        result = self._cuda.pinned_words(3)
+        found = torch.cat([sent.header, checksum.view(1)])
+        result = self._cuda.pinned_words(4)
         result.copy_(found, non_blocking=True)
         event = self._cuda.event()
         event.record(consumer)
-        self._outstanding.append(_Outstanding(step, sent.buffer, sent.stamp, result, event, after))
+        self._outstanding.append(
+            _Outstanding(sent.step, sent.buffer, sent.stamp, result, event, after)
+        )
 
     def read(self, wait: bool = False) -> None:
         """Judges the checks whose results have come; all of them if told to wait.
@@ -75,9 +71,7 @@ class DeviceCheck:
                     break
                 oldest.event.synchronize()
             self._outstanding.popleft()
-            number, _, checksum = oldest.result.tolist()
-            if oldest.after:
-                self._judge.kept(oldest.step, oldest.buffer, oldest.wanted, checksum)
-            else:
-                self._judge.arrived(oldest.step, oldest.buffer, oldest.wanted, number, checksum)
+            *header, checksum = oldest.result.tolist()
+            judge = self._judge.kept if oldest.after else self._judge.arrived
+            judge(oldest.step, oldest.buffer, oldest.wanted, Stamp(*header), checksum)
         self._judge.raise_new()

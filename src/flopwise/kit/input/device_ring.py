@@ -10,13 +10,12 @@ from flopwise.kit.input.cuda_surface import CudaSurface
 
 
 class _Slot:
-    """The buffers of one place in the ring, with the event after which they may be written."""
+    """The buffers of one place in the ring, with the events after which they may be written."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self.counts: list[int] = []
-        self.free: Any = None
-        self.consumer: Any = None
+        self.counts: list[int] = []  # references to each buffer's memory while only the ring has it
+        self.free: list[Any] = []
 
 
 class DeviceRing:
@@ -31,40 +30,41 @@ class DeviceRing:
     def targets(
         self, number: int, sources: list[torch.Tensor], copy_stream: Any
     ) -> list[torch.Tensor]:
-        """Returns where these tensors go; the copy stream waits until the consumer is past the buffers' last use."""
+        """Returns where these tensors go; the copy stream waits until the consumers are past the buffers' last use."""
         slot = self._slots[number % len(self._slots)]
-        if slot.free is not None and not self._break_fence:
-            copy_stream.wait_event(slot.free)
-        slot.free = None
+        if not self._break_fence:
+            for event in slot.free:
+                copy_stream.wait_event(event)
+        slot.free = []
         old = list(zip(slot.tensors, slot.counts, strict=True))
         slot.tensors, slot.counts = [], []
         for k, source in enumerate(sources):
-            tensor = old[k][0] if k < len(old) else None
-            if tensor is not None and not _same_form(tensor, source):
-                self._leave(tensor, slot)
-                tensor = None
-            if tensor is not None and self._cuda.share_count(tensor) > old[k][1]:
-                self.left_to_users += 1
-                self._leave(tensor, slot)
-                tensor = None
-            if tensor is None:
-                tensor = torch.empty_like(source, device=self._cuda.device)
+            kept = self._again(*old[k], source) if k < len(old) else None
+            tensor = torch.empty_like(source, device=self._cuda.device) if kept is None else kept
             slot.tensors.append(tensor)
             slot.counts.append(self._cuda.share_count(tensor))
-        for tensor, _ in old[len(sources) :]:
-            self._leave(tensor, slot)
         return [t.detach() for t in slot.tensors]
 
-    def release(self, number: int, consumer: Any) -> None:
-        """Marks on the consumer's stream that it is done with a batch."""
-        slot = self._slots[number % len(self._slots)]
-        slot.free = self._cuda.event()
-        slot.free.record(consumer)
-        slot.consumer = consumer
+    def _again(self, tensor: torch.Tensor, count: int, source: torch.Tensor) -> torch.Tensor | None:
+        """Returns the buffer if it fits and nobody else refers to its memory; None where another is to be taken.
 
-    def _leave(self, tensor: torch.Tensor, slot: _Slot) -> None:
-        if slot.consumer is not None:
-            self._cuda.record(tensor, slot.consumer)
+        One that is left was marked for the consumer's stream when it was handed over, and the copy stream has waited
+        for that stream: its memory is not used again too early.
+        """
+        if not _same_form(tensor, source):
+            return None
+        if self._cuda.share_count(tensor) > count:
+            self.left_to_users += 1
+            return None
+        return tensor
+
+    def release(self, number: int, consumers: list[Any]) -> None:
+        """Marks on each consumer's stream that it is done with a batch."""
+        slot = self._slots[number % len(self._slots)]
+        for consumer in consumers:
+            event = self._cuda.event()
+            event.record(consumer)
+            slot.free.append(event)
 
 
 def _same_form(a: torch.Tensor, b: torch.Tensor) -> bool:

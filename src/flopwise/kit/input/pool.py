@@ -14,18 +14,23 @@ import torch
 
 from flopwise.errors import InputError
 from flopwise.hardware.limits import available_memory_bytes
+from flopwise.kit.input.findings import UNSENT, Stamp
 from flopwise.kit.input.layout import Placed, aligned
 from flopwise.kit.input.notices import say_once
+from flopwise.kit.input.packed import (
+    HEADER_BYTES,
+    HEADER_WORDS,
+    NO_SLOT,
+    POOLS,
+    Packed,
+    Unplaced,
+)
 from flopwise.kit.input.registration import Registration
 from flopwise.kit.input.shared_block import MOST_SLOTS, SharedBlock, Tokens, missing_system_part
+from flopwise.kit.input.slot_table import ROW_BYTES, SlotTable
 from flopwise.kit.nested import map_tensors
 
-#: Each slot begins with its number, time and checksum; the batch follows.
-HEADER_BYTES = 256
 _PAGE = 4096
-_FREE, _FILLING, _FILLED = 0, 1, 2
-_STATE, _OWNER, _TICKET, _FIELDS = 0, 1, 2, 4
-_POOLS: weakref.WeakValueDictionary[str, PinnedPool] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -54,19 +59,7 @@ class PinnedPool:
     """
 
     def __init__(self, slot_bytes: int, slots: int = 16, *, checksums: bool = False) -> None:
-        if slot_bytes < 1 or not 1 <= slots <= MOST_SLOTS:
-            raise InputError(
-                f"a pool of {slots} slots of {slot_bytes} bytes: 1 to {MOST_SLOTS} slots of at least one byte are meant"
-            )
-        missing = missing_system_part()
-        if missing:
-            raise InputError(f"PinnedPool: {missing}. Use the loader without a pool")
-        free = available_memory_bytes()
-        if free is not None and slots * slot_bytes > free:
-            raise InputError(
-                f"{slots} slots of {slot_bytes >> 20} MiB do not fit into memory, of which {free >> 20} MiB are free; "
-                "fewer or smaller slots may"
-            )
+        _check(slot_bytes, slots)
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.checksums = checksums
@@ -74,29 +67,24 @@ class PinnedPool:
         self._name = uuid.uuid4().hex
         self._made_by = os.getpid()
         self._pitch = aligned(HEADER_BYTES + slot_bytes, _PAGE)
+        size = self._pitch * slots
         try:
-            self._block = SharedBlock(self._pitch * slots + aligned(slots * _FIELDS * 8, _PAGE))
+            self._block = SharedBlock(size + aligned(slots * ROW_BYTES, _PAGE))
         except OSError as error:
             raise InputError(
                 f"{slots} slots of {slot_bytes >> 20} MiB do not fit into memory ({error}); fewer or smaller slots may"
             ) from error
         self._tokens = Tokens(slots)
-        self._setup()
+        self._table = SlotTable(self._block, size, slots)
+        self._lock = threading.RLock()  # freeing may come with a garbage collection, anywhere
         self._held: set[int] = set()
-        self._registration = Registration(
-            self._block.address, self._pitch * slots, self, self._block.map()
-        )
+        self._registration = Registration(self._block.address, size, self, self._block.map())
         if torch.cuda.is_available() and not self._registration.locked:
             say_once(
                 f"the pool's memory is shared, but not page-locked ({self._registration.error}): "
                 "batches are copied to page-locked memory before they go to the device"
             )
-        _POOLS[self._name] = self
-
-    def _setup(self) -> None:
-        self._lock = threading.Lock()
-        self._table: Any = None
-        self._table_of = -1
+        POOLS[self._name] = self
 
     @property
     def page_locked(self) -> bool:
@@ -119,11 +107,7 @@ class PinnedPool:
         """Returns a slot to fill, waited for at most so long; None if none is free."""
         slot = self._tokens.take(timeout_s)
         if slot is not None:
-            row = slot * _FIELDS
-            table = self._rows()
-            table[row + _OWNER] = os.getpid()
-            table[row + _TICKET] += 1
-            table[row + _STATE] = _FILLING
+            self._table.filling(slot)
         return slot
 
     def block(self, slot: int) -> torch.Tensor:
@@ -132,17 +116,16 @@ class PinnedPool:
 
     def filled(self, slot: int, tree: Any, used_bytes: int, checksum: int | None) -> Packed:
         """Returns what is sent to the parent about a slot that is full."""
-        row = slot * _FIELDS
-        self._rows()[row + _STATE] = _FILLED
-        ticket = int(self._rows()[row + _TICKET])
-        packed = Packed(self._name, slot, ticket, tree, used_bytes, time.time_ns(), checksum)
+        header = self._block.tensor(slot * self._pitch, HEADER_WORDS * 8).view(torch.int64)
+        header.copy_(Stamp(UNSENT, time.time_ns(), checksum or 0).words())
+        packed = Packed(self._name, slot, self._table.filled(slot), tree, used_bytes, checksum)
         if os.getpid() == self._made_by:  # a loader without workers: it goes nowhere
             packed.claim()
         return packed
 
     def give_back(self, slot: int) -> None:
         """Makes a slot free that was taken and not filled."""
-        self._rows()[slot * _FIELDS + _STATE] = _FREE
+        self._table.freed(slot)
         self._tokens.put(slot)
 
     # ------------------------------------------------------------------ in the parent
@@ -163,18 +146,14 @@ class PinnedPool:
             return item.batch
         if not isinstance(item, Packed):
             return item
-        if item.window is None:
-            item.claim()
-        window, tree = item.window, item.tree
-        block = torch.frombuffer(window, dtype=torch.uint8)[HEADER_BYTES:]
+        room = item.room()
         self.counts.placed += 1
-        return map_tensors(tree, lambda placed: placed.view(block), Placed)
+        return map_tensors(item.tree, lambda placed: placed.view(room), Placed)
 
     def claim(self, slot: int, ticket: int) -> Any:
         """Returns the buffer of a filled slot; the slot is free again when the buffer is."""
-        row = slot * _FIELDS
         with self._lock:
-            if self._rows()[row + _TICKET] != ticket or slot in self._held:
+            if self._table.ticket(slot) != ticket or slot in self._held:
                 raise InputError(
                     f"slot {slot} of the pool was taken back while its batch was on its way: the batch is lost. "
                     "Is one iterator of the loader used after another one was begun?"
@@ -185,20 +164,22 @@ class PinnedPool:
         finalizer.atexit = False
         return window
 
+    def free(self, slot: int) -> None:
+        """Gives a slot back to the workers whose batch is gone; a slot that is not held is left alone."""
+        with self._lock:
+            if slot in self._held:
+                self._held.discard(slot)
+                self.give_back(slot)
+
     def reclaim(self) -> int:
         """Returns how many slots were freed whose worker is gone and whose batch never came.
 
         Call it when no batch of such a worker can come any more, as when a new epoch begins.
         """
         freed = 0
-        table = self._rows()
         with self._lock:
             for slot in range(self.slots):
-                row = slot * _FIELDS
-                lost = slot not in self._held and table[row + _STATE] != _FREE
-                if lost and not _is_alive(table[row + _OWNER]):
-                    table[row + _TICKET] += 1
-                    table[row + _STATE] = _FREE
+                if slot not in self._held and self._table.take_back(slot):
                     self._tokens.put(slot)
                     freed += 1
         self.counts.reclaimed += freed
@@ -206,88 +187,46 @@ class PinnedPool:
 
     def close(self) -> None:
         """Unlocks the pages and gives the memory back once no batch refers to it."""
-        _POOLS.pop(self._name, None)
+        POOLS.pop(self._name, None)
         self._registration.release()
         self._tokens.close()
+        self._table.close()
         self._block.close()
-        self._table = None
-
-    def _rows(self) -> Any:
-        if self._table is None or self._table_of != os.getpid():
-            start = self._pitch * self.slots
-            view = memoryview(self._block.map())[start : start + self.slots * _FIELDS * 8]
-            self._table, self._table_of = view.cast("q"), os.getpid()
-        return self._table
-
-    def _free(self, slot: int) -> None:
-        with self._lock:
-            if slot in self._held:
-                self._held.discard(slot)
-                self._rows()[slot * _FIELDS + _STATE] = _FREE
-                self._tokens.put(slot)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("slots", "slot_bytes", "checksums", "_name", "_pitch", "_block", "_tokens")
+        """Returns what a spawned worker needs; page-locking and batches in use stay with the parent."""
+        kept = (
+            "slots",
+            "slot_bytes",
+            "checksums",
+            "_name",
+            "_pitch",
+            "_block",
+            "_tokens",
+            "_table",
+        )
         return {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.counts = PoolCounts()
-        self._held = set()
         self._made_by = -1
-        self._setup()
 
 
-class Packed:
-    """A filled slot on its way: where its tensors lie. `PinnedPool.unpack` makes the batch of it."""
-
-    def __init__(
-        self,
-        pool: str,
-        slot: int,
-        ticket: int,
-        tree: Any,
-        used_bytes: int,
-        filled_ns: int,
-        checksum: int | None,
-    ) -> None:
-        self.pool, self.slot, self.ticket, self.tree = pool, slot, ticket, tree
-        self.used_bytes, self.filled_ns, self.checksum = used_bytes, filled_ns, checksum
-        self.window: Any = None
-
-    def claim(self) -> None:
-        """Makes this process the one that gives the slot back.
-
-        Raises:
-            InputError: the pool is gone, or took the slot back.
-        """
-        pool = _POOLS.get(self.pool)
-        if pool is None:
-            raise InputError(
-                "a batch came out of a pool that this process does not have, or has closed"
-            )
-        self.window = pool.claim(self.slot, self.ticket)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "window"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.window = None
-        self.claim()  # from here on it is freed with this object, also if nobody ever unpacks it
-
-
-#: Why a batch was not put into a slot.
-NO_SLOT, TOO_LARGE = "no free slot", "larger than a slot"
-
-
-@dataclass
-class Unplaced:
-    """A batch that took the ordinary path, and why."""
-
-    batch: Any
-    reason: str
-    said: str
+def _check(slot_bytes: int, slots: int) -> None:
+    """Refuses a pool before any of its memory is taken."""
+    if slot_bytes < 1 or not 1 <= slots <= MOST_SLOTS:
+        raise InputError(
+            f"a pool of {slots} slots of {slot_bytes} bytes: 1 to {MOST_SLOTS} slots of at least one byte are meant"
+        )
+    missing = missing_system_part()
+    if missing:
+        raise InputError(f"PinnedPool: {missing}. Use the loader without a pool")
+    free = available_memory_bytes()
+    if free is not None and slots * slot_bytes > free:
+        raise InputError(
+            f"{slots} slots of {slot_bytes >> 20} MiB do not fit into memory, of which {free >> 20} MiB are free; "
+            "fewer or smaller slots may"
+        )
 
 
 def _release(pool: weakref.ref[PinnedPool], slot: int, process: int) -> None:
@@ -295,16 +234,6 @@ def _release(pool: weakref.ref[PinnedPool], slot: int, process: int) -> None:
     if live is None or os.getpid() != process:
         return
     try:
-        live._free(slot)
+        live.free(slot)
     except (OSError, ValueError):  # closed
         return
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

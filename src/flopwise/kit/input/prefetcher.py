@@ -3,41 +3,25 @@
 from __future__ import annotations
 
 import atexit
-import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flopwise.errors import InputError
 from flopwise.kit.input import resume
-from flopwise.kit.input.collate import CollateInto
-from flopwise.kit.input.cuda_link import Counts, CudaLink
+from flopwise.kit.input.barrier import Barrier, wait_for_all
+from flopwise.kit.input.cuda_link import CudaLink
 from flopwise.kit.input.cuda_surface import CudaSurface
 from flopwise.kit.input.findings import Inconsistency, Judge
 from flopwise.kit.input.host_link import HostLink
-from flopwise.kit.input.jpeg import JpegBatch
-from flopwise.kit.input.leaves import Opaque, moved_by_itself, wrapped
-from flopwise.kit.input.normalize import Normalize, as_normalize
-from flopwise.kit.input.notices import say_once
+from flopwise.kit.input.links import changes_of, device_of, mover, pool_of
+from flopwise.kit.input.normalize import as_normalize
 from flopwise.kit.input.pool import PinnedPool
 from flopwise.kit.input.reader import InThread, InTurn, Reader, Snapshot
-from flopwise.kit.nested import map_tensors
-
-
-@dataclass(frozen=True)
-class Barrier:
-    """What a `Prefetcher.barrier()` took."""
-
-    cost_s: float
-    streams: int
-
-    def __str__(self) -> str:
-        return f"input barrier: {self.streams} streams waited for, {self.cost_s * 1e3:.3f} ms"
+from flopwise.kit.input.sent import Counts
 
 
 class Prefetcher:
@@ -91,19 +75,20 @@ class Prefetcher:
             raise InputError(f"{type(loader).__name__} cannot be iterated: a loader is meant")
         self.loader = loader
         self.depth = depth
-        self.device = _device(device)
-        self.pool = pool if pool is not None else _pool_of(loader)
+        self.device = device_of(device)
+        self.pool = pool if pool is not None else pool_of(loader)
         self.judge = Judge(consistency is True) if consistency else None
         self.barriers: list[Barrier] = []
         self._thread, self._reuse, self._stream = thread, reuse, stream
         self._break_fence = _break_fence
-        self._changes = _changes(as_normalize(normalize, channels_last), transform)
+        self._changes = changes_of(as_normalize(normalize, channels_last), transform)
         self._link: Any = None
         self._reader: Reader | None = None
         self._measure_wait = measure_wait
         self._marks: list[tuple[Any, Any]] = []
         self._epoch = 0
-        self._handed = 0
+        self._handed = 0  # of this epoch
+        self._place = 0  # of this pass over the loader, which a resumed epoch begins in its middle
         self._step = 0  # batches handed out over all epochs
         self._start: resume.EpochStart | None = None
         self._inner: Any = None
@@ -120,24 +105,15 @@ class Prefetcher:
         return self._batches(self._begin())
 
     def _begin(self) -> Reader:
-        state_of = resume.own_state(self.loader)
-        state, self._resume = self._resume, None
-        self._inner = None
-        if state is not None and (state["batches"] or "loader" in state):
-            self._handed = state["batches"]
-            if "main_generator" in state:
-                self._start = resume.EpochStart(self.loader)
-                self._start.main = state["main_generator"]
-                self._start.generators = state["generators"]
-            iterator = resume.resumed(self.loader, state)
-        else:
-            self._handed = 0
-            self._start = resume.EpochStart(self.loader) if state_of is None else None
-            iterator = iter(self.loader)
+        state, self._resume, self._inner = self._resume, None, None
+        begun = resume.begin(self.loader, state)
+        self._start, self._handed, self._place = begun.start, begun.handed, 0
         if self._link is None:
             self._link = self._new_link()
+        if self.judge is not None:
+            self.judge.begin()
         kind = InThread if self._thread else InTurn
-        self._reader = kind(iterator, self._link, self.depth, state_of)
+        self._reader = kind(begun.batches, self._link, self.depth, resume.own_state(self.loader))
         return self._reader
 
     def _batches(self, reader: Reader) -> Iterator[Any]:
@@ -150,7 +126,7 @@ class Prefetcher:
                     taken = reader.take()
                 except StopIteration:
                     self._epoch, self._handed, self._inner = self._epoch + 1, 0, None
-                    self._link.finish(self._step - 1)
+                    self._link.finish()
                     return
                 yield self._handed_over(taken, begun)
         finally:
@@ -158,10 +134,14 @@ class Prefetcher:
                 self._stop()
 
     def _handed_over(self, taken: Snapshot, begun: Any) -> Any:
+        if self.judge is not None:
+            sent = taken.sent
+            self.judge.order(self._step, sent.buffer, sent.number, self._place)
         batch = self._link.hand_over(taken.sent, self._step)
         if begun is not None:
             self._marks.append((begun, self._link.mark()))
         self._handed += 1
+        self._place += 1
         self._step += 1
         self._inner = taken.state
         return batch
@@ -199,17 +179,8 @@ class Prefetcher:
 
     def barrier(self, say: bool = True) -> Barrier:
         """Waits until every batch sent so far is there and the loop's stream is through; returns and prints the cost."""
-        begun = time.perf_counter()
-        streams: list[Any] = []
-        if self._reader is not None and self._link is not None:
-            with self._reader.sending:
-                streams = self._link.streams()
-                for stream in streams:
-                    stream.synchronize()
-        took = Barrier(time.perf_counter() - begun, len(streams))
+        took = wait_for_all(self._reader, self._link, say)
         self.barriers.append(took)
-        if say:
-            print(took, file=sys.stderr)
         return took
 
     # ------------------------------------------------------------------ state
@@ -250,7 +221,7 @@ class Prefetcher:
 
     def _new_link(self) -> HostLink | CudaLink:
         if self.device.type != "cuda":
-            changes = [_mover(self.device), *self._changes]
+            changes = [mover(self.device), *self._changes]
             return HostLink(self.pool, changes, self.judge, self._break_fence)
         return CudaLink(
             CudaSurface(self.device),
@@ -262,46 +233,6 @@ class Prefetcher:
             consumer=self._stream,
             break_fence=self._break_fence,
         )
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
-    if chosen.type not in ("cpu", "cuda"):
-        say_once(
-            f"batches are prefetched to cuda only; for {chosen} they are read ahead on the host"
-        )
-        return torch.device("cpu")
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise InputError(f"device={device}: torch sees no CUDA device here")
-        if chosen.index is None:
-            chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def _mover(device: torch.device) -> Callable[[Any], Any]:
-    """Returns what moves a batch the plain way; on the host only objects that say so are touched."""
-    if device.type == "cpu":
-        return lambda batch: map_tensors(batch, lambda x: x.to(device), JpegBatch)
-
-    def move(batch: Any) -> Any:
-        moved = map_tensors(wrapped(batch), lambda t: t.to(device))
-        return map_tensors(moved, lambda leaf: moved_by_itself(leaf.value, device)[1], Opaque)
-
-    return move
-
-
-def _pool_of(loader: Any) -> PinnedPool | None:
-    collate_fn = getattr(loader, "collate_fn", None)
-    return collate_fn.pool if isinstance(collate_fn, CollateInto) else None
-
-
-def _changes(
-    normalize: Normalize | None, transform: Callable[[Any], Any] | None
-) -> list[Callable[[Any], Any]]:
-    return [change for change in (normalize, transform) if change is not None]
 
 
 def _at_exit(prefetcher: Prefetcher) -> None:

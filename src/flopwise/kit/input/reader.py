@@ -52,28 +52,34 @@ class Reader:
         self._iterator, self._link, self._depth = iterator, link, depth
         self._state_of = state_of
         self._number = 0
+        self._grad = torch.is_grad_enabled()  # the loop's mode; a thread begins with its own
         self.sending = threading.Lock()  # held while a batch is being sent
 
     def _read(self) -> Snapshot | _End:
         """Returns the loader's next batch, sent on its way; what goes wrong is kept for its turn."""
+        with torch.set_grad_enabled(self._grad):
+            return self._read_one()
+
+    def _read_one(self) -> Snapshot | _End:
         try:
             item = next(self._iterator)
+        except StopIteration:
+            return _End()
+        except Exception as error:
+            return _End(error)
+        try:
             state = self._state_of() if self._state_of is not None else None
             with self.sending:
                 sent = self._link.send(item, self._number)
-            self._number += 1
-            return Snapshot(sent, state)
-        except StopIteration:
-            return _End()
-        except BaseException as error:
+        except StopIteration as error:  # of a transform: not the loader's end
+            return _End(RuntimeError(f"a transform of the batch raised StopIteration({error})"))
+        except Exception as error:
             return _End(error)
+        self._number += 1
+        return Snapshot(sent, state)
 
     def take(self) -> Snapshot:
         """Returns the next batch."""
-        raise NotImplementedError
-
-    def ahead(self) -> int:
-        """Returns how many batches are ready or on their way."""
         raise NotImplementedError
 
     def stop(self) -> list[Snapshot]:
@@ -95,16 +101,12 @@ class InTurn(Reader):
         while len(self._ready) < self._depth + 1 and not (
             self._ready and isinstance(self._ready[-1], _End)
         ):
-            self._ready.append(_read_quietly(self))
+            self._ready.append(self._read())
         first = self._ready[0]
         if isinstance(first, _End):
             raise first.error or StopIteration
         self._ready.popleft()
         return first
-
-    def ahead(self) -> int:
-        """Returns how many batches are ready or on their way."""
-        return sum(isinstance(x, Snapshot) for x in self._ready)
 
     def stop(self) -> list[Snapshot]:
         """Returns the batches that nobody took."""
@@ -133,7 +135,7 @@ class InThread(Reader):
             raise self._ended.error or StopIteration
         if not self._started:
             self._started = True
-            first = _read_quietly(self)
+            first = self._read()
             if isinstance(first, Snapshot):
                 self._start()
         else:
@@ -151,16 +153,18 @@ class InThread(Reader):
         self._thread.start()
 
     def _run(self) -> None:
-        self._link.enter_thread()
+        try:
+            self._link.enter_thread()
+            self._read_on()
+        except BaseException as error:  # whatever ends the thread is to reach the loop
+            self._ready.put(_End(error))
+
+    def _read_on(self) -> None:
         while self._room.get():
-            read = _read_quietly(self)
+            read = self._read()
             self._ready.put(read)
             if isinstance(read, _End):
                 return
-
-    def ahead(self) -> int:
-        """Returns how many batches are ready or on their way."""
-        return self._ready.qsize()
 
     def stop(self) -> list[Snapshot]:
         """Stops the thread, waiting for the batch that it is reading, and returns the batches that nobody took."""
@@ -182,9 +186,3 @@ class InThread(Reader):
             if isinstance(read, Snapshot):
                 left.append(read)
         return left
-
-
-def _read_quietly(reader: Reader) -> Snapshot | _End:
-    """Reads one batch without recording gradients, whatever the thread's own mode is."""
-    with torch.no_grad():
-        return reader._read()

@@ -41,6 +41,27 @@ class EpochStart:
         self.generators = [g.get_state() for g in generators_of(loader)]
 
 
+class Begun:
+    """A pass over a loader: its iterator, how many batches of the epoch came before, and how the epoch began."""
+
+    def __init__(self, batches: Iterator[Any], handed: int, start: EpochStart | None) -> None:
+        self.batches, self.handed, self.start = batches, handed, start
+
+
+def begin(loader: Any, state: dict[str, Any] | None) -> Begun:
+    """Returns a pass over the loader, from where the state says; from its start without one.
+
+    Raises:
+        InputError: the loader is not the one of the state, or ends before that place.
+    """
+    start = EpochStart(loader) if own_state(loader) is None else None
+    if state is None or not (state["batches"] or "loader" in state):
+        return Begun(iter(loader), 0, start)
+    if start is not None and "main_generator" in state:  # the epoch began as it did the first time
+        start.main, start.generators = state["main_generator"], state["generators"]
+    return Begun(resumed(loader, state), state["batches"], start)
+
+
 def state_of(epoch: int, batches: int, start: EpochStart | None, inner: Any) -> dict[str, Any]:
     """Returns what `Prefetcher.state_dict` gives: plain values and tensors."""
     state: dict[str, Any] = {"version": _VERSION, "epoch": epoch, "batches": batches}

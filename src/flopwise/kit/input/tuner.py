@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,47 +20,12 @@ from flopwise.kit.input.loader_copy import (
     with_choice,
 )
 from flopwise.kit.input.prefetcher import Prefetcher
+from flopwise.kit.input.trial import HEAD, LEAST_STEPS, LoaderTrial, TrialRun
 from flopwise.kit.input.worker_count import (
     choose_workers,
     most_workers_by_memory,
     shared_memory_problem,
 )
-from flopwise.kit.nested import tensors_in
-
-#: Waiting comes in periods (a slow batch in every k-th), so steps are not independent: means of this many blocks are.
-#: Source: the method of non-overlapping batch means (Schmeiser, Operations Research 30, 1982: 10 to 30 batches).
-_BLOCKS = 10
-#: Student's t for 9 degrees of freedom, two-sided 95 %.
-_T9 = 2.262
-
-#: A loader of very short epochs is begun again so often and no more.
-_MOST_EPOCHS = 1000
-
-
-@dataclass(frozen=True)
-class LoaderTrial:
-    """What one setting did. `wait_frac` is the share of the time in which the device waited, low..high its 95 % interval."""
-
-    choice: LoaderChoice
-    steps: int
-    step_s: float
-    wait_s: float  # a step
-    wait_frac: float
-    low_frac: float
-    high_frac: float
-    note: str = ""
-
-    def row(self) -> str:
-        """Returns the trial as a line of the table."""
-        c = self.choice
-        return (
-            f"{c.num_workers:>7} {c.prefetch_factor or '-':>8} {'yes' if c.pin_memory else 'no':>6} {c.depth:>5} "
-            f"{self.step_s * 1e3:>9.2f} {self.wait_s * 1e3:>9.2f} {self.wait_frac:>6.1%} "
-            f"{self.low_frac:>6.1%} -{self.high_frac:>6.1%} {self.steps:>6}  {self.note}"
-        ).rstrip()
-
-
-_HEAD = "workers prefetch pinned depth   step ms   wait ms   wait  95 % interval  steps"
 
 
 @dataclass
@@ -76,7 +40,7 @@ class Tuning:
 
     def table(self) -> str:
         """Returns the trials as a table, the choice below it."""
-        return "\n".join([_HEAD, *(t.row() for t in self.trials), f"chosen: {self.reason}"])
+        return "\n".join([HEAD, *(t.row() for t in self.trials), f"chosen: {self.reason}"])
 
     def loader(self) -> Any:
         """Returns a loader as chosen, over the same data set, sampler and generators; the given one where it stays."""
@@ -147,7 +111,7 @@ class _Search:
     def __init__(
         self, tuning: Tuning, step: Any, steps: int, enough_frac: float, end: float, say: Any
     ) -> None:
-        self.tuning, self.step, self.steps = tuning, step, max(steps, 2 * _BLOCKS)
+        self.tuning, self.step, self.steps = tuning, step, max(steps, LEAST_STEPS)
         self.enough_frac, self.end, self.say = enough_frac, end, say
         self.batch_bytes = 0
 
@@ -161,52 +125,15 @@ class _Search:
         given = self.tuning.given
         same = bool(problem(given)) or choice == choice_of(given, choice.depth)
         with kept_random_state(given):
-            trial = self._measured(given if same else with_choice(given, choice), choice)
+            loader = given if same else with_choice(given, choice)
+            run = TrialRun(loader, choice, self.tuning.device, self.step)
+            trial = run.measure(self.steps, self.end)
+        self.batch_bytes = self.batch_bytes or run.batch_bytes
         if trial is not None:
             self.tuning.trials.append(trial)
             if self.say is not None:
                 self.say(trial.row())
         return trial
-
-    def _measured(self, loader: Any, choice: LoaderChoice) -> LoaderTrial | None:
-        batches = Prefetcher(loader, self.tuning.device, choice.depth, measure_wait=True)
-        ready = choice.num_workers * (choice.prefetch_factor or 0) + choice.depth + 2
-        times: list[float | None] = []  # None: a step that is not counted
-        try:
-            for step_s in self._steps(batches, ready):
-                times.append(step_s)
-                counted = len(times) - times.count(None)
-                late = time.monotonic() > self.end and counted >= 2 * _BLOCKS
-                if counted >= self.steps or late:
-                    break
-            rest_s = _drained(batches.device)
-            waits = batches.waits_s()
-        finally:
-            batches.close()
-        pairs = [(w, t) for w, t in zip(waits, times, strict=True) if t is not None]
-        if not pairs:
-            return None
-        return _trial(choice, [w for w, _ in pairs], [t for _, t in pairs], rest_s)
-
-    def _steps(self, batches: Prefetcher, ready: int) -> Iterator[float | None]:
-        """Yields the length of each step, seconds; None for those that live on what the start-up had queued.
-
-        An epoch shorter than that is begun again; its first step, which pays for the start, is not counted.
-        """
-        seen, uncounted = 0, ready
-        for _ in range(_MOST_EPOCHS):
-            count = 0
-            began = time.perf_counter()
-            for batch in batches:
-                self.batch_bytes = self.batch_bytes or sum(t.nbytes for t in tensors_in(batch))
-                self.step(batch)
-                ended = time.perf_counter()
-                seen, count = seen + 1, count + 1
-                yield ended - began if count > 1 and seen > uncounted else None
-                began = ended
-            if count < 2:
-                return
-            uncounted = 0
 
     def enough(self, trial: LoaderTrial) -> bool:
         """Returns whether a trial's device waits little enough, with confidence."""
@@ -275,29 +202,6 @@ def _search_rest(search: _Search) -> None:
         factor, workers = choice.prefetch_factor or 0, choice.num_workers
         if shared_memory_problem(search.batch_bytes, workers, factor) is None:
             search.run(choice)
-
-
-def _drained(device: torch.device) -> float:
-    """Returns how long the device was still busy with steps that the host was through with, seconds."""
-    began = time.perf_counter()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
-def _trial(
-    choice: LoaderChoice, waits: list[float], times: list[float], rest_s: float
-) -> LoaderTrial:
-    step_s, wait_s = (sum(times) + rest_s) / len(times), statistics.fmean(waits)
-    frac = min(1.0, wait_s / step_s) if step_s else 0.0
-    size = len(waits) // _BLOCKS
-    if size < 1:
-        return LoaderTrial(choice, len(waits), step_s, wait_s, frac, 0.0, 1.0, "too few steps")
-    means = [statistics.fmean(waits[k * size : (k + 1) * size]) for k in range(_BLOCKS)]
-    half = _T9 * statistics.stdev(means) / _BLOCKS**0.5 / step_s
-    return LoaderTrial(
-        choice, len(waits), step_s, wait_s, frac, max(0.0, frac - half), min(1.0, frac + half)
-    )
 
 
 def _much_less(trial: LoaderTrial, than: LoaderTrial) -> bool:
