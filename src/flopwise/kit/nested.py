@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
+
+from flopwise.errors import InputError
 
 
 def tensors_in(tree: Any, kind: type = torch.Tensor) -> Iterator[Any]:
@@ -35,7 +37,9 @@ def map_tensors(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tens
         items = [map_tensors(v, change, kind) for v in tree]
         if all(a is b for a, b in zip(items, tree, strict=True)):
             return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        return _made(
+            tree, lambda: type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        )
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
         changed = {n: new for n, v in old.items() if (new := map_tensors(v, change, kind)) is not v}
@@ -54,7 +58,28 @@ def _rebuilt(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return tree
     if type(tree) is dict:
         return items
+    return _made(tree, lambda: _with_items(tree, items))
+
+
+def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if not isinstance(tree, MutableMapping):
+        return type(tree)(items)  # type: ignore[call-arg]
     twin = copy.copy(tree)
     for key, value in items.items():
-        twin[key] = value  # type: ignore[index]
+        twin[key] = value
     return twin
+
+
+def _made(tree: Any, make: Callable[[], Any]) -> Any:
+    """Returns what `make` makes of the tree's parts.
+
+    Raises:
+        InputError: the type cannot be built so.
+    """
+    try:
+        return make()
+    except Exception as error:
+        raise InputError(
+            f"a {type(tree).__qualname__} in a batch cannot be built again from its parts "
+            f"({type(error).__name__}: {error}): give it a .to(device), or hand over a tuple or dict instead"
+        ) from error

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flopwise.kit.input.notices import say_once
-from flopwise.kit.nested import tensors_in
+from flopwise.kit.nested import map_tensors, tensors_in
 
 _NOTHING_TO_MOVE = (
     str,
@@ -45,65 +45,41 @@ class Opaque:
         self.value = value
 
 
-def has_own_move(value: Any) -> bool:
-    """Returns whether an object is moved by its own `to` rather than walked: PyG's Data, PackedSequence, TensorDict.
+class _ByOwnMove(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return (
+            not isinstance(value, (torch.Tensor, UserDict, type))
+            and not isinstance(value, _NOTHING_TO_MOVE)
+            and callable(getattr(value, "to", None))
+        )
+
+
+class MovesItself(metaclass=_ByOwnMove):
+    """What is moved by its own `to` rather than walked: PyG's Data, PackedSequence, TensorDict.
 
     A UserDict (transformers' BatchEncoding) is walked: all it holds is in its mapping.
     """
-    return (
-        not isinstance(value, (torch.Tensor, UserDict, type))
-        and not isinstance(value, _NOTHING_TO_MOVE)
-        and callable(getattr(value, "to", None))
-    )
+
+
+class _ByStaying(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        walked = isinstance(value, (torch.Tensor, Opaque, Mapping, list, tuple))
+        is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        return not (walked or is_dataclass or isinstance(value, (*_NOTHING_TO_MOVE, MovesItself)))
+
+
+class Stays(metaclass=_ByStaying):
+    """What is neither walked nor moved, and might hold something that should be."""
 
 
 def wrapped(tree: Any) -> Any:
     """Returns the batch with objects that move themselves wrapped; says once what cannot be moved."""
-    if isinstance(tree, torch.Tensor):
-        return tree
-    if has_own_move(tree):
-        return Opaque(tree)
-    if isinstance(tree, Mapping):
-        items = {k: wrapped(v) for k, v in tree.items()}
-        if all(items[k] is v for k, v in tree.items()):
-            return tree
-        return _with_items(tree, items)
-    if isinstance(tree, (list, tuple)) and not isinstance(tree, torch.Size):
-        parts = [wrapped(v) for v in tree]
-        if all(a is b for a, b in zip(parts, tree, strict=True)):
-            return tree
-        return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _wrapped_dataclass(tree)
-    if not isinstance(tree, _NOTHING_TO_MOVE):
+    for leaf in tensors_in(tree, Stays):
+        kind = type(leaf)
         say_once(
-            f"{type(tree).__module__}.{type(tree).__qualname__} in a batch has no .to(device): it stays on the host"
+            f"{kind.__module__}.{kind.__qualname__} in a batch has no .to(device): it stays on the host"
         )
-    return tree
-
-
-def _wrapped_dataclass(tree: Any) -> Any:
-    import copy
-
-    old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-    new = {name: wrapped(value) for name, value in old.items()}
-    if all(new[name] is old[name] for name in old):
-        return tree
-    twin = copy.copy(tree)
-    for name, value in new.items():
-        object.__setattr__(twin, name, value)
-    return twin
-
-
-def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    import copy
-
-    if type(tree) is dict:
-        return items
-    twin = copy.copy(tree)
-    for key, value in items.items():
-        twin[key] = value  # type: ignore[index]
-    return twin
+    return map_tensors(tree, Opaque, MovesItself)
 
 
 def moved_by_itself(value: Any, device: torch.device) -> tuple[Any, Any]:
@@ -133,23 +109,9 @@ def _takes_non_blocking(value: Any) -> bool:
 def leaves_of(tree: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors of a batch, also those that are attributes of objects in it."""
     yield from tensors_in(tree)
-    for value in _objects_in(tree):
+    for value in tensors_in(tree, MovesItself):
         for inner in _attributes(value):
             yield from tensors_in(inner)
-
-
-def _objects_in(tree: Any) -> Iterator[Any]:
-    if has_own_move(tree):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _objects_in(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _objects_in(value)
-    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for f in dataclasses.fields(tree):
-            yield from _objects_in(getattr(tree, f.name))
 
 
 def _attributes(value: Any, depth: int = 4) -> Iterator[Any]:
