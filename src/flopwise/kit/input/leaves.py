@@ -107,11 +107,38 @@ def _takes_non_blocking(value: Any) -> bool:
 
 
 def leaves_of(tree: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a batch, also those that are attributes of objects in it."""
-    yield from tensors_in(tree)
+    """Yields the tensors of a batch that have memory: also attributes of objects, and the parts of sparse ones."""
+    for tensor in tensors_in(tree):
+        yield from _parts(tensor)
     for value in tensors_in(tree, MovesItself):
         for inner in _attributes(value):
-            yield from tensors_in(inner)
+            for tensor in tensors_in(inner):
+                yield from _parts(tensor)
+
+
+#: What a sparse tensor is made of. Source: torch.sparse, "Sparse CSR, CSC, BSR, and BSC Tensors".
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the dense tensors that hold a tensor's memory: itself, or what a sparse, nested or wrapped one is made of."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from _parts(getattr(tensor, name))
+    elif tensor.layout in _SPARSE_PARTS:
+        for name in _SPARSE_PARTS[tensor.layout]:
+            yield getattr(tensor, name)()
+    elif tensor.is_nested:
+        yield tensor.values()
+    else:
+        yield tensor
 
 
 def _attributes(value: Any, depth: int = 4) -> Iterator[Any]:
