@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from flopwise.errors import InputError
 from flopwise.hardware.limits import usable_cores
+from flopwise.kit.input.links import pool_of
 from flopwise.kit.input.loader_copy import (
     LoaderChoice,
     choice_of,
@@ -79,7 +81,14 @@ def tune_loader(
     Args:
         max_workers: at most so many; never more than the cores and the memory allow.
         say: called with each row as it comes.
+
+    Raises:
+        InputError: the loader is an iterator, which trying out would use up.
     """
+    if isinstance(loader, Iterator):
+        raise InputError(
+            f"a {type(loader).__name__} can be read only once: give what can be iterated again, as a DataLoader"
+        )
     tuning = Tuning(loader, device)
     search = _Search(tuning, step, steps, enough_frac, time.monotonic() + budget_s, say)
     with kept_random_state(loader):
@@ -162,6 +171,7 @@ def _search_workers(search: _Search, loader: DataLoader[Any], max_workers: int |
     first = search.tuning.trials[0]
     cores = usable_cores()
     most = min(cores, most_workers_by_memory(), max_workers if max_workers is not None else cores)
+    most = min(most, _most_by_pool(loader, first.choice))
     if most < 1:
         return
     now = first.choice.num_workers
@@ -187,10 +197,18 @@ def _search_workers(search: _Search, loader: DataLoader[Any], max_workers: int |
         last, count = trial, min(most, max(count + 1, round(1.5 * count)))
 
 
+def _most_by_pool(loader: DataLoader[Any], choice: LoaderChoice) -> int:
+    """Returns how many workers a pool has slots for, if the loader collates into one."""
+    pool = pool_of(loader)
+    if pool is None:
+        return 1 << 16
+    return (pool.slots - choice.depth - 2) // (choice.prefetch_factor or 2)
+
+
 def _search_rest(search: _Search) -> None:
     """Tries page-locked batches, more read ahead by workers, and a deeper ring, each on the best so far."""
     changes: list[dict[str, Any]] = [{"prefetch_factor": 4}, {"depth": 6}]
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and pool_of(search.tuning.given) is None:
         changes.insert(0, {"pin_memory": True})
     for change in changes:
         best = search.best()
@@ -200,6 +218,8 @@ def _search_rest(search: _Search) -> None:
             continue
         choice = best.choice.but(**change)
         factor, workers = choice.prefetch_factor or 0, choice.num_workers
+        if workers > _most_by_pool(search.tuning.given, choice):
+            continue
         if shared_memory_problem(search.batch_bytes, workers, factor) is None:
             search.run(choice)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,22 @@ from flopwise.kit.nested import tensors_in
 
 #: Steps whose checksums are kept, to say whose data a buffer holds instead.
 _REMEMBERED = 256
+
+
+#: When a buffer was summed, and how a finding says it.
+_COPIED, _READ, _DONE = (
+    "right after its copy it did not hold what the source holds",
+    "when the step read it",
+    "when the step was done with it",
+)
+
+
+@dataclass(frozen=True)
+class _Noted:
+    index: int
+    step: int
+    made: _Sum
+    when: str
 
 
 class Watch:
@@ -44,35 +61,33 @@ class Watch:
         self.checked = 0
         self._raising = raising
         self._raised = 0
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # copies may be queued by one thread and steps by another
         self._written: OrderedDict[int, tuple[int, _Sum]] = OrderedDict()
-        self._read: list[tuple[int, int, _Sum, bool]] = []  # buffer, step, sum, after use
-        self._next = 0
+        self._noted: list[_Noted] = []
 
     def wrote(self, index: int, step: int, source: Any = None) -> None:
-        """Notes that the copy for a step was queued into a buffer; with its host source that is held against it, too."""
+        """Notes that the copy for a step was queued into a buffer; it is held against its host source, if given."""
         made = _Sum(self._tensors[index])
+        wanted = None if source is None else host_checksum(tensors_in(source))
         with self._lock:
             self._written[step] = (index, made)
             if len(self._written) > _REMEMBERED:
                 self._written.popitem(last=False)
-        if source is not None:
-            wanted = host_checksum(tensors_in(source))
-            with self._lock:
-                self._read.append((index, step, _Known(wanted), False))
+            if wanted is not None:
+                self._noted.append(_Noted(index, step, _Known(wanted), _COPIED))
 
     def reading(self, index: int, step: int) -> None:
         """Notes that a step is about to use a buffer."""
-        self._note(index, step, after=False)
+        self._note(index, step, _READ)
 
     def done(self, index: int, step: int) -> None:
         """Notes that a step has queued its last use of a buffer."""
-        self._note(index, step, after=True)
+        self._note(index, step, _DONE)
 
-    def _note(self, index: int, step: int, after: bool) -> None:
-        made = _Sum(self._tensors[index])
+    def _note(self, index: int, step: int, when: str) -> None:
+        noted = _Noted(index, step, _Sum(self._tensors[index]), when)
         with self._lock:
-            self._read.append((index, step, made, after))
+            self._noted.append(noted)
 
     def check(self, wait: bool = False) -> list[Inconsistency]:
         """Returns what is wrong among the results that have come; `wait` waits for all.
@@ -81,51 +96,55 @@ class Watch:
             ConsistencyError: something new was found, and `raising` is on.
         """
         with self._lock:
-            noted, self._read = self._read, []
+            all_noted, self._noted = self._noted, []
+            written = dict(self._written)
         later = []
-        for index, step, made, after in noted:
-            written = self._written.get(step)
-            ready = made.ready() and (written is None or written[1].ready())
+        for noted in all_noted:
+            of_step = written.get(noted.step)
+            ready = noted.made.ready() and (of_step is None or of_step[1].ready())
             if ready or wait:
-                self._judge(index, step, made, after, written)
+                self._judge(noted, written)
             else:
-                later.append((index, step, made, after))
+                later.append(noted)
         with self._lock:
-            self._read = later + self._read
+            self._noted = later + self._noted
         new = self.findings[self._raised :]
         self._raised = len(self.findings)
         if new and self._raising:
             raise ConsistencyError(f"{new[0]} ({len(new)} in all)")
         return self.findings
 
-    def _judge(self, index: int, step: int, made: _Sum, after: bool, written: Any) -> None:
+    def _judge(self, noted: _Noted, written: dict[int, tuple[int, _Sum]]) -> None:
         self.checked += 1
-        if written is None:
+        step, index = noted.step, noted.index
+        if step not in written:
             said = "nothing was written for this step, or more than 256 steps ago"
             self.findings.append(Inconsistency(step, "lost", index, said))
             return
-        found, wanted = made.value(), written[1].value()
-        if written[0] != index:
-            said = f"the step was written to buffer {written[0]} and read from buffer {index}"
+        to, made = written[step]
+        if to != index:
+            said = f"the step was written to buffer {to} and read from buffer {index}"
             self.findings.append(Inconsistency(step, "out of order", index, said))
-        elif found != wanted:
-            self.findings.append(self._different(index, step, found, after))
+        elif noted.made.value() != made.value():
+            self.findings.append(_different(noted, written))
 
-    def _different(self, index: int, step: int, found: int, after: bool) -> Inconsistency:
-        holds = [
-            s for s, (i, made) in self._written.items() if i == index and made.value() == found
-        ]
-        when = "when the step was done with it" if after else "when the step read it"
-        if not holds:
-            return Inconsistency(
-                step, "overwritten", index, f"{when} it held parts of several batches"
-            )
-        other = min(holds, key=lambda s: abs(s - step))
-        if other < step:
-            said = f"{when} it still held the batch of step {other}: the copy was not waited for"
-            return Inconsistency(step, "lost", index, said)
-        said = f"{when} it held the batch of step {other} already: the copy did not wait for the reader"
+
+def _different(noted: _Noted, written: dict[int, tuple[int, _Sum]]) -> Inconsistency:
+    """Returns what a buffer held instead of its step's batch."""
+    step, index, when = noted.step, noted.index, noted.when
+    if when is _COPIED:
+        said = f"{when}: the source was changed before the copy had read it, or the copy by another"
         return Inconsistency(step, "overwritten", index, said)
+    found = noted.made.value()
+    holds = [s for s, (i, made) in written.items() if i == index and made.value() == found]
+    if not holds:
+        return Inconsistency(step, "overwritten", index, f"{when} it held parts of several batches")
+    other = min(holds, key=lambda s: abs(s - step))
+    if other < step:
+        said = f"{when} it still held the batch of step {other}: the copy was not waited for"
+        return Inconsistency(step, "lost", index, said)
+    said = f"{when} it held the batch of step {other} already: the copy did not wait for the reader"
+    return Inconsistency(step, "overwritten", index, said)
 
 
 class _Sum:
