@@ -98,7 +98,7 @@ def test_a_broken_fence_is_caught() -> None:
     """Slots are given back to the workers while the loop still reads them."""
     pool = PinnedPool(128, 4, checksums=True)  # fewer than batches under way
     loader = DataLoader(
-        Items(2000), batch_size=1, num_workers=2, prefetch_factor=4, collate_fn=collate_into(pool)
+        Items(2000), batch_size=1, num_workers=1, prefetch_factor=4, collate_fn=collate_into(pool)
     )
     batches = Prefetcher(loader, "cpu", consistency="report", _break_fence=True)
     _, wrong = count_wrong(batches, late_frac=0.1)
