@@ -93,6 +93,22 @@ def test_more_images_than_a_chunk_and_one_tensor_of_them() -> None:
     assert torch.allclose(crop.apply(batch, boxes), crop.apply(list(batch), boxes))
 
 
+def test_weights_of_ten_bits_as_tf32_has_them_move_a_tenth_of_a_level_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    images = images_of((375, 500), (300, 200))
+    crop = RandomResizedCropBatch(32, seed=4)
+    boxes = crop.draw(torch.tensor([i.shape[-2:] for i in images]))
+    exact = crop.apply(images, boxes)
+
+    def rounded(*arguments: object) -> torch.Tensor:
+        bits = resize_weights(*arguments).view(torch.int32)  # type: ignore[arg-type]
+        return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    monkeypatch.setattr("flopwise.kit.input.crops.resize_weights", rounded)
+    assert 0 < (crop.apply(images, boxes) - exact).abs().max() < 0.15
+
+
 def test_normalising_is_part_of_it() -> None:
     images = images_of((20, 20))
     plain, normal = (
