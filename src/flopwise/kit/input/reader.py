@@ -15,6 +15,8 @@ from flopwise.kit.input.notices import say_once
 
 #: A thread that is stuck inside the loader is left behind after so long.
 PATIENCE_S = 10.0
+#: The loop's thread looks for signals so often while it waits.
+SLICE_S = 0.1
 
 
 class Link(Protocol):
@@ -139,12 +141,18 @@ class InThread(Reader):
             if isinstance(first, Snapshot):
                 self._start()
         else:
-            first = self._ready.get()
+            first = self._next_ready()
             self._room.put(True)
         if isinstance(first, _End):
             self._ended = first
             raise first.error or StopIteration
         return first
+
+    def _next_ready(self) -> Snapshot | _End:
+        """Waits in slices: a signal that another thread got (Ctrl-C, a worker's death) is handled between two."""
+        while True:
+            with suppress(Empty):
+                return self._ready.get(timeout=SLICE_S)
 
     def _start(self) -> None:
         for _ in range(self._depth):
