@@ -382,6 +382,7 @@ def parse() -> argparse.Namespace:
     add("--out", type=Path, help="default: ledger_PART.json")
     add("--work", type=Path, help="folder for what the runs write (default: a new temporary one)")
     add("--only", help="names, with commas; NAME* stands for all that begin so")
+    add("--fixes", help="fixes of the bases that are measured, with commas (default: all)")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--lanes", type=int, default=1, help="jobs at a time, each on a GPU of its own")
     add("--budget", type=float, default=560, help="seconds for everything")
@@ -400,6 +401,12 @@ def main() -> int:
     plain = [Base(job, ()) for job in (small_jobs() if cpu else table_jobs())]
     every = {base.job.name: base for base in (rungs if flags.part == "gains" else plain)}
     names = chosen(list(every), flags.only)
+    if flags.fixes is not None:
+        wanted = flags.fixes.split(",")
+        every = {
+            name: replace(base, fixes=tuple(fix for fix in base.fixes if fix.name in wanted))
+            for name, base in every.items()
+        }
     work = flags.work or Path(tempfile.mkdtemp(prefix="ledger-jobs-"))
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     outcomes = {name: Outcome(name, reasons=["no time left in the budget"]) for name in names}

@@ -39,6 +39,21 @@ def test_findings_stand_behind_the_results_in_the_order_of_the_record(sample):
     assert at < next(n for n, line in enumerate(text) if line.startswith("  peak"))
 
 
+@pytest.mark.parametrize(
+    ("gain", "said"),
+    [
+        (0.0, None),
+        (1e-16, None),
+        (0.006, "predicted 0.60 % less time without it"),
+        (None, None),
+    ],
+)
+def test_of_a_gain_of_nothing_nothing_is_said(sample, gain, said):
+    found = dataclasses.replace(WAIT, predicted_gain_frac=gain, where=[])
+    line = next(line for line in report(sample("cpu"), [found], 160) if "D101" in line)
+    assert line.split(" · ")[1:] == ["51.4 % of the time", *([said] if said else []), "measured"]
+
+
 def test_no_findings_no_block(sample):
     assert (
         report(sample("cpu"), []) == render_run(sample("cpu"), width=100, color=False).splitlines()
