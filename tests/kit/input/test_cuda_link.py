@@ -33,6 +33,8 @@ def test_the_loop_waits_for_the_copy_and_nothing_waits_for_the_loop(surface: Any
     assert surface.log == [("copy", "records", "event 0")]
     got = link.hand_over(sent, 0)
     assert surface.log[1:] == [("compute", "waits for", "event 0")]
+    link.hand_over(link.send(batch, 1), 1)
+    assert ("compute", "records", "event 2") in surface.log  # the step before is over here
     assert torch.equal(got["x"], batch["x"])
     assert got["x"].data_ptr() != batch["x"].data_ptr()
     assert got["name"] == "a"
@@ -93,6 +95,19 @@ def test_no_more_host_memory_is_kept_than_the_ring_is_long(surface: Any) -> None
         assert len(link._in_flight) <= 3
     assert ("host", "waits for", "event 4") in surface.log
     assert ("host", "waits for", "event 5") not in surface.log
+
+
+def test_reading_waits_where_the_loop_has_queued_more_steps_than_the_ring_is_long(
+    surface: Any,
+) -> None:
+    link = link_of(surface, depth=1)
+    for step in range(6):
+        link.hand_over(link.send(torch.ones(2), step), step)
+    released = [line[2] for line in surface.log if line[:2] == ("compute", "records")]
+    waited = [line[2] for line in surface.log if line[:2] == ("host", "waits for")]
+    assert [e for e in waited if e in released] == released[
+        :2
+    ]  # of five steps that are over two are left, and one more
 
 
 def test_where_nothing_can_be_page_locked_the_plain_copy_is_taken(

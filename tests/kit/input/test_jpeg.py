@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from flopwise.errors import FlopwiseWarning, InputError
-from flopwise.kit.input import JpegBatch, Prefetcher, collate_jpegs, decode_jpegs
+from flopwise.kit.input import JpegBatch, Prefetcher, collate_jpegs, decode_jpegs, jpeg
 
 
 def file_of(*values: int) -> torch.Tensor:
@@ -23,11 +23,14 @@ class Decoder:
     def __init__(self) -> None:
         self.asked: list[tuple[int, str]] = []
         self.refuses = False
+        self.during: Any = None
 
     def decode_jpeg(self, files: Any, mode: Any, device: Any = "cpu") -> Any:
         assert mode == "RGB"
         if isinstance(files, list):
             self.asked.append((len(files), str(device)))
+            if self.during is not None:
+                self.during()
             if self.refuses:
                 raise RuntimeError("nvJPEG is not available\nwith more lines")
             return [self._image(f) for f in files]
@@ -55,11 +58,30 @@ def test_on_the_host_they_are_decoded_one_by_one(decoder: Decoder) -> None:
     assert decoder.asked == [(1, "cpu"), (1, "cpu")]
 
 
-def test_on_a_device_they_are_decoded_in_one_call(decoder: Decoder) -> None:
-    assert len(decode_jpegs([file_of(1, 2), file_of(3)], "cuda:0")) == 2
-    assert decoder.asked == [(2, "cuda:0")]
+@pytest.fixture
+def device(surface: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device that notes what waits for what, in place of CUDA."""
+    monkeypatch.setattr(jpeg, "CudaSurface", lambda _: surface)
+    monkeypatch.setattr(jpeg, "_decoding", {})
+    return surface
 
 
+def test_on_a_device_they_are_decoded_in_one_call_whose_memory_is_kept_apart(
+    decoder: Decoder, device: Any
+) -> None:
+    streams = []
+    decoder.during = lambda: streams.append(device.current.name)
+    images = decode_jpegs([file_of(1, 2), file_of(3)], "cuda:0")
+    assert len(images) == 2
+    assert decoder.asked == [(2, "cpu:0")]
+    assert streams == ["copy"]  # not the stream that the images are for
+    assert device.log == [("compute", "waits for stream", "copy")]
+    assert device.recorded == [(i.data_ptr(), "compute") for i in images]
+    decode_jpegs([file_of(1)], "cuda:0")
+    assert len(jpeg._decoding) == 1
+
+
+@pytest.mark.usefixtures("device")
 def test_a_device_that_cannot_is_said_once_and_the_host_decodes(
     decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,19 @@ class Boxes:
     width: torch.Tensor
     flip: torch.Tensor
 
+    def on(self, device: torch.device) -> Boxes:
+        """Returns the boxes on a device, brought there in one transfer."""
+        if self.top.device == device:
+            return self
+        rows = [self.top, self.left, self.height, self.width, self.flip.long()]
+        top, left, height, width, flip = torch.stack(rows).to(device)
+        return Boxes(top, left, height, width, flip.bool())
+
+    def part(self, start: int, end: int) -> Boxes:
+        """Returns the boxes of some images."""
+        fields = (self.top, self.left, self.height, self.width, self.flip)
+        return Boxes(*(f[start:end] for f in fields))
+
 
 class RandomResizedCropBatch:
     """Crops, resizes, mirrors and normalises a batch: what RandomResizedCrop, RandomHorizontalFlip, ToTensor and
@@ -112,22 +125,21 @@ class RandomResizedCropBatch:
         return ((height - h) / 2).floor(), ((width - w) / 2).floor(), h, w
 
     def apply(self, images: Sequence[torch.Tensor] | torch.Tensor, boxes: Boxes) -> torch.Tensor:
-        """Returns the batch of these crops."""
+        """Returns the batch of these crops; the boxes go to the images' device, where the weights are computed."""
+        boxes = boxes.on(images[0].device)
         parts = [
-            self._chunk(images[k : k + _CHUNK], _part(boxes, k))
+            self._chunk(images[k : k + _CHUNK], boxes.part(k, k + _CHUNK))
             for k in range(0, len(images), _CHUNK)
         ]
         return torch.cat(parts)
 
     def _chunk(self, images: Sequence[torch.Tensor] | torch.Tensor, boxes: Boxes) -> torch.Tensor:
         x_NCHW = images if isinstance(images, torch.Tensor) else _padded(images)
-        device, (_, _, high, wide) = x_NCHW.device, x_NCHW.shape
+        high, wide = x_NCHW.shape[-2:]
         rows = resize_weights(boxes.top, boxes.height, high, self.size[0])
         columns = resize_weights(boxes.left, boxes.width, wide, self.size[1])
         columns = torch.where(boxes.flip[:, None, None], columns.flip(1), columns)
-        rows = rows.to(device, non_blocking=True)[:, None]
-        columns = columns.to(device, non_blocking=True)[:, None]
-        y = rows @ (x_NCHW.float() @ columns.transpose(-1, -2))
+        y = rows[:, None] @ (x_NCHW.float() @ columns[:, None].transpose(-1, -2))
         if self.normalize is None:
             return y
         return self.normalize.of_floats(y)
@@ -141,10 +153,14 @@ def resize_weights(
     Source: ATen/native/UpSample.h and native/cpu/UpSampleKernel.cpp, antialiased linear filter with
     align_corners=False: a triangle of half-width max(scale, 1) about (i + 0.5) * scale, normalised to sum 1.
     """
+
+    def count(n: int) -> torch.Tensor:
+        return torch.arange(n, dtype=torch.float64, device=start_N.device)
+
     length = length_N.double()[:, None, None]
     scale = length / out
-    centre = scale * (torch.arange(out, dtype=torch.float64)[None, :, None] + 0.5)
-    at = torch.arange(size, dtype=torch.float64)[None, None, :] - start_N.double()[:, None, None]
+    centre = scale * (count(out)[None, :, None] + 0.5)
+    at = count(size)[None, None, :] - start_N.double()[:, None, None]
     weights = (1 - ((at + 0.5 - centre) / scale.clamp(min=1)).abs()).clamp(min=0)
     weights = weights * ((at >= 0) & (at < length))
     return (weights / weights.sum(-1, keepdim=True)).float()
@@ -160,8 +176,3 @@ def _padded(images: Sequence[torch.Tensor]) -> torch.Tensor:
     for row, image in zip(batch, images, strict=True):
         row[:, : image.shape[1], : image.shape[2]].copy_(image)
     return batch
-
-
-def _part(boxes: Boxes, start: int) -> Boxes:
-    fields = (boxes.top, boxes.left, boxes.height, boxes.width, boxes.flip)
-    return Boxes(*(f[start : start + _CHUNK] for f in fields))

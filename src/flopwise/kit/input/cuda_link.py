@@ -53,6 +53,7 @@ class CudaLink:
         self._ring = DeviceRing(surface, depth + 2, break_fence) if reuse else None
         self._check = DeviceCheck(surface, judge) if judge is not None else None
         self._in_flight: deque[tuple[Any, Any]] = deque()  # event, host memory until it passes
+        self._in_use: deque[Any] = deque()  # events after which batches handed over are done with
         self._used: Sent | None = None  # what the loop was handed last
         self._used_on: Any = None
 
@@ -154,7 +155,13 @@ class CudaLink:
         return moved
 
     def _retire(self) -> None:
-        """Drops host memory that the copy engine has read, oldest first; never more than the ring is kept."""
+        """Drops host memory that the copy engine has read, oldest first; never more than the ring is kept.
+
+        Also waits for the device where the loop has queued more steps than the ring is long: their batches are freed
+        and still in use, and reading on would take new device memory for every step that the host is ahead.
+        """
+        while len(self._in_use) > len(self._stages):
+            self._in_use.popleft().synchronize()
         while self._in_flight:
             event, _ = self._in_flight[0]
             if not event.query():
@@ -193,8 +200,12 @@ class CudaLink:
         if self._check is not None:
             with self._cuda.on(on):
                 self._check.after(used, on)
+        consumers = [on] if on == consumer else [on, consumer]
         if self._ring is not None:
-            self._ring.release(used.number, [on] if on == consumer else [on, consumer])
+            self._ring.release(used.number, consumers)
+        else:
+            self._in_use.append(self._cuda.event())
+            self._in_use[-1].record(on)
         self._used = None
 
     def finish(self) -> None:
@@ -234,6 +245,7 @@ class CudaLink:
         """Waits for the copies and gives page-locked memory back."""
         self._copy.synchronize()
         self._in_flight.clear()
+        self._in_use.clear()
         for stage in self._stages:
             stage.release()
         self._used = None

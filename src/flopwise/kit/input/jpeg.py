@@ -10,7 +10,10 @@ import torch
 from torch.utils.data import default_collate
 
 from flopwise.errors import InputError
+from flopwise.kit.input.cuda_surface import CudaSurface
 from flopwise.kit.input.notices import say_once
+
+_decoding: dict[torch.device, Any] = {}  # a stream for each device
 
 
 def decode_jpegs(files: Sequence[torch.Tensor], device: torch.device | str) -> list[torch.Tensor]:
@@ -34,11 +37,31 @@ def decode_jpegs(files: Sequence[torch.Tensor], device: torch.device | str) -> l
     where = torch.device(device)
     if where.type == "cuda":
         try:
-            return list(io.decode_jpeg(list(files), mode=io.ImageReadMode.RGB, device=where))
+            return _on_device(io, files, CudaSurface(where))
         except RuntimeError as error:
             said = str(error).splitlines()[0]
             say_once(f"nvJPEG did not decode a batch ({said}): decoded on the host instead")
     return [io.decode_jpeg(file, mode=io.ImageReadMode.RGB).to(where) for file in files]
+
+
+def _on_device(io: Any, files: Sequence[torch.Tensor], cuda: CudaSurface) -> list[torch.Tensor]:
+    """Returns the images decoded by nvJPEG, ready for the current stream.
+
+    torchvision's decoder writes on a stream of its own and does not wait for what is queued on the current one, while
+    its images are given memory that belongs to the current one: memory that was freed and is still being read there
+    would be written too early. So images get their memory from a stream on which nothing else ever runs, and it is
+    used again only after the current stream is past its last use of them.
+    Source: pytorch/vision, csrc/io/image/cuda/decode_jpegs_cuda.cpp, `decode_images`.
+    """
+    if cuda.device not in _decoding:
+        _decoding[cuda.device] = cuda.new_stream()
+    apart, current = _decoding[cuda.device], cuda.current_stream()
+    with cuda.on(apart):
+        images = list(io.decode_jpeg(list(files), mode=io.ImageReadMode.RGB, device=cuda.device))
+    current.wait_stream(apart)
+    for image in images:
+        cuda.record(image, current)
+    return images
 
 
 class JpegBatch:

@@ -1,4 +1,4 @@
-"""Where the tensors of a batch lie in one flat block of bytes: 256-byte aligned, so that one block is one transfer."""
+"""Where the tensors of a batch lie in one flat block of bytes: one after the other, each 256-byte aligned."""
 
 from __future__ import annotations
 

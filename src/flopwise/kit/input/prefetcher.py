@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -22,6 +23,9 @@ from flopwise.kit.input.normalize import as_normalize
 from flopwise.kit.input.pool import PinnedPool
 from flopwise.kit.input.reader import InThread, InTurn, Reader, Snapshot
 from flopwise.kit.input.sent import Counts
+
+#: Steps whose waits are kept until they are asked for.
+MOST_MARKS = 1 << 16
 
 
 class Prefetcher:
@@ -85,7 +89,7 @@ class Prefetcher:
         self._link: Any = None
         self._reader: Reader | None = None
         self._measure_wait = measure_wait
-        self._marks: list[tuple[Any, Any]] = []
+        self._marks: deque[tuple[Any, Any]] = deque(maxlen=MOST_MARKS)
         self._epoch = 0
         self._handed = 0  # of this epoch
         self._place = 0  # of this pass over the loader, which a resumed epoch begins in its middle
@@ -171,10 +175,13 @@ class Prefetcher:
     def waits_s(self) -> list[float]:
         """Returns how long each step waited for its batch since the last call, seconds; needs `measure_wait`.
 
+        The last 65,536 steps are kept.
+
         On a GPU: from where the stream was through with the step before to where the batch was there, measured by
         events on that stream, so only what the device really waited. Waits for the last of them.
         """
-        marks, self._marks = self._marks, []
+        marks = list(self._marks)
+        self._marks.clear()
         return [self._link.span_s(a, b) for a, b in marks]
 
     def barrier(self, say: bool = True) -> Barrier:
