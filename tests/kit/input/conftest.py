@@ -121,3 +121,11 @@ class Locked:
 @pytest.fixture
 def page_locking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "Registration", Locked)
+
+
+@pytest.fixture
+def workers_looked_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets torch look after its workers three times a second in place of every 5 s."""
+    from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.3,))

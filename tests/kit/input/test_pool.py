@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 import pickle
 import signal
@@ -91,6 +92,24 @@ def test_batches_are_those_of_the_plain_loader(context: str, persistent: bool) -
     assert pool.held == 0
 
 
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="needs madvise")
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_workers_forked_after_the_pages_were_locked_map_them_anew(context: str) -> None:
+    """The CUDA driver keeps page-locked memory out of forks: a hole is left, which a child's own mappings may fill."""
+    pool = PinnedPool(1 << 16, 12)
+    pool._block.map().madvise(mmap.MADV_DONTFORK)  # what cudaHostRegister does
+    loader = DataLoader(
+        Numbers(),
+        batch_size=2,
+        num_workers=2,
+        collate_fn=collate_into(pool),
+        multiprocessing_context=context,
+    )
+    for _ in range(3 if context == "fork" else 1):
+        assert all(same(pool.unpack(a), b) for a, b in zip(loader, plain(Numbers()), strict=True))
+    assert pool.counts.fallbacks == {}
+
+
 def test_without_workers_it_collates_in_place_too() -> None:
     pool = PinnedPool(4096, 4)
     loader = DataLoader(Numbers(), batch_size=2, collate_fn=collate_into(pool))
@@ -166,7 +185,7 @@ def test_slots_of_an_abandoned_epoch_come_back() -> None:
     assert sum(pool._tokens.take() is not None for _ in range(20)) == 8
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.usefixtures("workers_looked_after")
 def test_a_worker_that_dies_is_an_error_and_its_slot_is_not_lost() -> None:
     pool = PinnedPool(4096, 8)
     collate = collate_into(pool)

@@ -262,6 +262,7 @@ class Noise(Dataset[Any]):
         return torch.tensor(i)
 
 
+@pytest.mark.usefixtures("workers_looked_after")
 def test_a_worker_that_dies_is_one_clear_error() -> None:
     loader = DataLoader(Noise(), batch_size=2, num_workers=1)
     batches = iter(Prefetcher(loader, "cpu"))

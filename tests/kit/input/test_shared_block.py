@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import weakref
 
 import pytest
 import torch
@@ -42,6 +43,21 @@ def test_a_tensor_outlives_the_block_that_is_closed() -> None:
     del block
     gc.collect()
     assert tensor.sum() == 24
+
+
+def test_a_fork_never_unmaps_what_it_inherited() -> None:
+    block = SharedBlock(4096)
+    old = weakref.ref(block.map())
+
+    def look() -> bool:
+        block.map()
+        gc.collect()
+        return old() is not None and old() is not block.map()
+
+    assert in_child(look) == 1
+    block.close()
+    gc.collect()
+    assert old() is None  # here it is given back
 
 
 def test_nothing_of_it_has_a_name() -> None:

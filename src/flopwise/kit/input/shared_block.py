@@ -12,6 +12,7 @@ import os
 import select
 import struct
 import time
+import weakref
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -21,6 +22,23 @@ import torch
 _TOKEN = struct.Struct("<H")
 #: What the pipe holds. Source: pipe(7): 65,536 bytes, and a write of up to PIPE_BUF (4,096) is atomic.
 MOST_SLOTS = 4096
+
+
+_mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+_inherited: list[mmap.mmap] = []
+
+
+def kept_after_fork(memory: mmap.mmap) -> mmap.mmap:
+    """Returns the mapping, which a forked child will never unmap.
+
+    Page-locked pages are not inherited (the driver marks them MADV_DONTFORK), so in a child the addresses of such a
+    mapping may soon belong to something else; the child's copy of the object must not give them back.
+    """
+    _mapped.add(memory)
+    return memory
+
+
+os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped))
 
 
 def missing_system_part() -> str:
@@ -49,7 +67,7 @@ class SharedBlock:
     def map(self) -> mmap.mmap:
         """Returns this process's own mapping; after a fork a new one, since page-locked pages may not be inherited."""
         if self._map is None or self._mapped_by != os.getpid():
-            self._map = mmap.mmap(self._fd, self.nbytes, mmap.MAP_SHARED)
+            self._map = kept_after_fork(mmap.mmap(self._fd, self.nbytes, mmap.MAP_SHARED))
             self._mapped_by = os.getpid()
         return self._map
 

@@ -10,6 +10,7 @@ import torch
 from flopwise.kit.input.layout import Layout, Placed, aligned
 from flopwise.kit.input.notices import say_once
 from flopwise.kit.input.registration import Registration
+from flopwise.kit.input.shared_block import kept_after_fork
 
 _PAGE = 4096
 
@@ -46,7 +47,7 @@ class Stage:
         self.release()
         size = aligned(nbytes, _PAGE)
         try:
-            memory = mmap.mmap(-1, size)
+            memory = kept_after_fork(mmap.mmap(-1, size))
         except (OSError, ValueError) as error:
             say_once(f"no page-locked staging memory ({error}): batches are copied the plain way")
             return False
