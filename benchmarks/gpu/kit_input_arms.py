@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from flopwise.hardware.limits import free_shared_memory_bytes, usable_cores
+
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 
@@ -75,6 +77,13 @@ def time_of(work: Callable[[], Any], repeats: int) -> float:
         work()
     sync()
     return (time.perf_counter() - begun) / repeats
+
+
+def workers_for(batch_bytes: int, loaders: int, most: int) -> int:
+    """Returns how many workers each of so many loaders may have: what cores and /dev/shm hold, three batches a worker."""
+    free = free_shared_memory_bytes()
+    room = most if free is None else int(0.8 * free / (3 * batch_bytes * loaders))
+    return max(1, min(most, room, usable_cores() - 2))
 
 
 def in_turns(

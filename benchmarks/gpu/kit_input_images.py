@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import os
 import time
 from collections.abc import Callable, Iterator
 from itertools import repeat
@@ -13,7 +12,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kit_input_arms import CUDA, DEVICE, against, by_stream, by_to, compute_of, in_turns, sync
+from kit_input_arms import (
+    CUDA,
+    DEVICE,
+    against,
+    by_stream,
+    by_to,
+    compute_of,
+    in_turns,
+    sync,
+    workers_for,
+)
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from flopwise.kit.input import (
@@ -117,7 +126,7 @@ def sizes(options: argparse.Namespace) -> tuple[int, int, int, int, int]:
     """Returns batch, crop, workers, drained and measured steps."""
     if options.tiny:
         return 4, 32, 1, 2, 2
-    workers = max(1, min(14, len(os.sched_getaffinity(0)) - 2))
+    workers = workers_for(256 * 3 * 224 * 224 * 4, 3, 14)
     return 256, 224, workers, 2 * workers + 8, 20
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from kit_input_arms import (
     counted_pinning,
     in_turns,
     sync,
+    workers_for,
 )
 from torch.utils.data import DataLoader, Dataset
 
@@ -174,10 +174,10 @@ def one_size(
 def link(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures of every size."""
     end = time.monotonic() + 0.85 * options.section_s
-    workers = 1 if options.tiny else max(1, min(8, len(os.sched_getaffinity(0)) - 4))
     sizes = {1: 0.002} if options.tiny else {25: 0.004, 100: 0.016, 400: 0.064}
     figures: dict[str, Any] = {"sizes": {}}
     for k, (megabytes, step_s) in enumerate(sizes.items()):
+        workers = 1 if options.tiny else workers_for(megabytes * 1_000_000, 3, 8)
         left = (end - time.monotonic()) / (len(sizes) - k)
         key = f"{megabytes} MB"
         figures["sizes"][key] = one_size(

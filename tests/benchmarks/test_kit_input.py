@@ -12,7 +12,10 @@ import torch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu" / "kit_input.py"
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create:UserWarning",
+    "ignore:This process .* is multi-threaded:DeprecationWarning",
+)
 
 
 @pytest.fixture
@@ -133,3 +136,15 @@ def test_copies_into_page_locked_memory_are_counted(benchmark_module, monkeypatc
         torch.ones(4).pin_memory()
         torch.ones(1).pin_memory()  # as if it were page-locked already
     assert counts == {"bytes": 16, "calls": 1}
+
+
+def test_workers_are_what_cores_and_shared_memory_hold(benchmark_module, monkeypatch):
+    arms = benchmark_module("kit_input_arms")
+    monkeypatch.setattr(arms, "usable_cores", lambda: 16)
+    monkeypatch.setattr(arms, "free_shared_memory_bytes", lambda: 15 * 10**9)
+    assert arms.workers_for(400_000_000, 3, 8) == 3  # 12 GB for 3 loaders x 3 batches a worker
+    assert arms.workers_for(25_000_000, 3, 8) == 8
+    assert arms.workers_for(1, 3, 14) == 14
+    assert arms.workers_for(10**12, 3, 14) == 1
+    monkeypatch.setattr(arms, "free_shared_memory_bytes", lambda: None)
+    assert arms.workers_for(400_000_000, 3, 8) == 8

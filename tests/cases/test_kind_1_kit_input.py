@@ -22,6 +22,11 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from flopwise.kit.input import PinnedPool, Prefetcher, collate_into, plan_pinned, tune_loader
 
+# Python 3.12 and later say so wherever a process with threads forks, as DataLoader does.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
+
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 GIB = 2**30
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from flopwise.kit.input import notices, staging
 @pytest.fixture(autouse=True)
 def _everything_is_said_again() -> Iterator[None]:
     torch.set_num_threads(1)
+    # Python 3.12 and later say so wherever a process with threads forks, as DataLoader does.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     notices.forget()
     yield
     notices.forget()
