@@ -18,7 +18,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from flopwise.errors import ConsistencyError, FlopwiseWarning, InputError
-from flopwise.kit.input import Prefetcher
+from flopwise.kit.input import (
+    IMAGENET,
+    Normalize,
+    PinnedPool,
+    Prefetcher,
+    RandomResizedCropBatch,
+    collate_into,
+)
 
 Pair = namedtuple("Pair", "x y")
 
@@ -422,6 +429,42 @@ def test_gradients_are_recorded_in_the_loader_as_in_the_loop() -> None:
     assert [x.requires_grad for x in Prefetcher(loader(), "cpu")] == [True] * 4
     with torch.no_grad():
         assert [x.requires_grad for x in Prefetcher(loader(), "cpu")] == [False] * 4
+
+
+@pytest.mark.parametrize("thread", [True, False])
+def test_a_loop_in_inference_mode(thread: bool) -> None:
+    images = [torch.randint(0, 256, (1, 3, 2, 2), dtype=torch.uint8) for _ in range(5)]
+    batches = Prefetcher(images, "cpu", normalize=IMAGENET, consistency=True, thread=thread)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert len([x.sum() for x in batches]) == 5
+    w = torch.ones(1, requires_grad=True)
+    for x in batches:  # and then one that trains, on what was made in that mode
+        (x * w).sum().backward()
+
+    def loader() -> Any:
+        for _ in range(4):
+            yield torch.ones(2)  # an inference tensor, as it is in a plain loop
+
+    with torch.inference_mode():
+        assert len(list(Prefetcher(loader(), "cpu", consistency=True, thread=thread))) == 4
+    assert batches.findings == []
+
+
+@pytest.mark.parametrize("thread", [True, False])
+def test_a_default_device_of_the_scripts_changes_nothing(thread: bool) -> None:
+    pool = PinnedPool(4096, 8, checksums=True)
+    images = torch.randint(0, 256, (8, 3, 20, 20), dtype=torch.uint8)
+    into = collate_into(pool)
+    loader = (into([(images[k],), (images[k + 1],)]) for k in range(0, 8, 2))
+    crop = RandomResizedCropBatch(8, normalize=Normalize())
+    with torch.device("meta"):
+        batches = Prefetcher(
+            loader, "cpu", pool=pool, transform=crop.at(0), consistency=True, thread=thread
+        )
+        got = [x for (x,) in batches]
+    assert [x.device.type for x in got] == ["cpu"] * 4
+    assert batches.findings == []
 
 
 def test_numbers_that_are_none_pass_and_do_not_alarm() -> None:

@@ -73,7 +73,7 @@ class RandomResizedCropBatch:
             )
         self.scale, self.ratio, self.flip_p = scale, ratio, flip_p
         self.normalize = normalize
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator("cpu").manual_seed(seed)
 
     def __call__(self, images: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
         """Returns the batch, (N, C, height, width), on the images' device.
@@ -81,7 +81,7 @@ class RandomResizedCropBatch:
         Args:
             images: uint8, (C, H, W) each and of any size, or one tensor (N, C, H, W).
         """
-        sizes = torch.tensor([image.shape[-2:] for image in images])
+        sizes = torch.tensor([image.shape[-2:] for image in images], device="cpu")
         return self.apply(images, self.draw(sizes))
 
     def at(self, key: Any) -> Callable[[Any], Any]:
@@ -115,7 +115,8 @@ class RandomResizedCropBatch:
         return Boxes(top, left, h, w, self._uniform(n, 0, 1)[:, 0] < self.flip_p)
 
     def _uniform(self, n: int, low: float, high: float) -> torch.Tensor:
-        draws = torch.rand(n, _TRIES, generator=self.generator, dtype=torch.float64)
+        g = self.generator
+        draws = torch.rand(n, _TRIES, generator=g, dtype=torch.float64, device="cpu")
         return low + (high - low) * draws
 
     def _middle(self, height: torch.Tensor, width: torch.Tensor) -> tuple[torch.Tensor, ...]:

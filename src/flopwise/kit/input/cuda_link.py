@@ -116,7 +116,7 @@ class CudaLink:
         elif in_place:
             header = self._cuda.pinned_words(HEADER_WORDS)
         else:
-            header = torch.empty(HEADER_WORDS, dtype=torch.int64)
+            header = torch.empty(HEADER_WORDS, dtype=torch.int64, device="cpu")
         header.copy_(sent.stamp.words())
         assert self._judge is not None
         self._judge.sent(sent.stamp)

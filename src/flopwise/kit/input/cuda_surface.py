@@ -49,4 +49,4 @@ class CudaSurface:
 
     def pinned_words(self, count: int) -> torch.Tensor:
         """Returns page-locked room for so many int64."""
-        return torch.empty(count, dtype=torch.int64, pin_memory=True)
+        return torch.empty(count, dtype=torch.int64, pin_memory=True, device="cpu")

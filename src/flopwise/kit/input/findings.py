@@ -42,7 +42,7 @@ class Stamp:
 
     def words(self) -> torch.Tensor:
         """Returns the header: three int64."""
-        return torch.tensor([self.number, self.sent_ns, self.checksum])
+        return torch.tensor([self.number, self.sent_ns, self.checksum], device="cpu")
 
 
 class Judge:

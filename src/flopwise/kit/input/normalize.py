@@ -72,8 +72,8 @@ class Normalize:
             shape = (len(self.mean), 1, 1)
             self._constants[device] = (
                 torch.full(shape, _FULL_SCALE, device=device),
-                torch.tensor(self.mean).view(shape).to(device),
-                torch.tensor(self.std).view(shape).to(device),
+                torch.tensor(self.mean, device=device).view(shape),
+                torch.tensor(self.std, device=device).view(shape),
             )
         return self._constants[device]
 

@@ -71,7 +71,8 @@ class Reader:
             return _End(error)
         try:
             state = self._state_of() if self._state_of is not None else None
-            with self.sending:
+            # What is sent is made outside inference mode: buffers are written again in other modes.
+            with self.sending, torch.inference_mode(False), torch.set_grad_enabled(self._grad):
                 sent = self._link.send(item, self._number)
         except StopIteration as error:  # of a transform: not the loader's end
             return _End(RuntimeError(f"a transform of the batch raised StopIteration({error})"))

@@ -38,8 +38,13 @@ class Sent:
     def keep(self, raw: list[torch.Tensor], header: torch.Tensor | None) -> None:
         """Keeps what checks need."""
         self.raw, self.header = raw, header
-        self.versions = [tensor._version for tensor in raw]
+        self.versions = [_version(tensor) for tensor in raw]
 
     def unchanged(self) -> bool:
         """Returns whether neither the loop nor a transform has written to the tensors through torch."""
-        return self.versions == [tensor._version for tensor in self.raw]
+        return self.versions == [_version(tensor) for tensor in self.raw]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Returns torch's count of writes; 0 for tensors made in inference mode, which have none."""
+    return 0 if tensor.is_inference() else tensor._version

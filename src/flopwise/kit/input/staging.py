@@ -57,7 +57,7 @@ class Stage:
         else:
             registered = registration.error
             try:
-                block = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                block = torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
             except RuntimeError as error:
                 first = str(error).splitlines()[0]
                 say_once(

@@ -158,7 +158,7 @@ class _Sum:
         if device.type != "cuda":
             self._value = host_checksum(tensors)
             return
-        result = torch.empty((), dtype=torch.int64, pin_memory=True)
+        result = torch.empty((), dtype=torch.int64, pin_memory=True, device="cpu")
         result.copy_(device_checksum(tensors, device), non_blocking=True)
         self._event = torch.cuda.Event(blocking=True)
         self._event.record(torch.cuda.current_stream(device))
