@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from collections import namedtuple
 from typing import Any
 
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from flopwise.kit.input import PinnedPool, collate_into, slot_bytes_for
-from flopwise.kit.input.packed import Packed
+from flopwise.kit.input.packed import Packed, Unplaced
 from flopwise.kit.nested import tensors_in
 
 Point = namedtuple("Point", "x y")
@@ -92,3 +93,14 @@ def test_samples_of_unlike_shapes_are_the_error_that_torch_gives() -> None:
     with pytest.raises(RuntimeError, match="stack expects each tensor to be equal size"):
         collate_into(pool)([torch.ones(2), torch.ones(3)])
     assert isinstance(collate_into(pool)([torch.ones(2)]), Packed)  # the slot came back
+
+
+def test_a_loop_that_keeps_its_batches_is_made_to_wait_once_not_every_time() -> None:
+    pool = PinnedPool(64, 1)
+    into = collate_into(pool, wait_s=0.2)
+    kept = into([torch.ones(2)])
+    begun = time.monotonic()
+    assert all(isinstance(into([torch.ones(2)]), Unplaced) for _ in range(10))
+    assert 0.2 <= time.monotonic() - begun < 1.0
+    del kept
+    assert isinstance(into([torch.ones(2)]), Packed)

@@ -269,3 +269,18 @@ def test_closing_lets_batches_live_on() -> None:
     pool.close()
     assert batch.sum() == 6
     del batch
+
+
+def test_a_pool_that_is_dropped_gives_everything_back() -> None:
+    def files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = files()
+    for _ in range(3):
+        pool = PinnedPool(4096, 4)
+        batch = pool.unpack(collate_into(pool)([torch.ones(3)]))
+        del pool
+        assert batch.sum() == 3
+    del batch
+    assert files() == before

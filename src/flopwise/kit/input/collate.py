@@ -18,6 +18,9 @@ from flopwise.kit.nested import map_tensors, tensors_in
 #: A worker waits so long for a slot before its batch takes the ordinary path: two loaders that wait for each other
 #: are slow then, never stuck.
 WAIT_S = 1.0
+#: After a wait in vain the next ones are so much shorter, until a slot is free: a loop that keeps its batches is not
+#: made to wait for every further one.
+_SHORTER = 1 / 50
 
 
 def collate_into(
@@ -42,21 +45,27 @@ class CollateInto:
         self, pool: PinnedPool, collate_fn: Callable[[Any], Any] | None, wait_s: float
     ) -> None:
         self.pool, self.collate_fn, self.wait_s = pool, collate_fn, wait_s
+        self._in_vain = False
 
     def __call__(self, samples: Any) -> Any:
         """Returns a `Packed` slot, or an `Unplaced` batch that took the ordinary path."""
         own = self.collate_fn
         if own is not None:
             return self._copied(own(samples))
-        slot = self.pool.take(self.wait_s)
+        slot = self._slot()
         if slot is None:
             return Unplaced(default_collate(samples), NO_SLOT, self._no_slot())
         return self._filled(
             slot, lambda writer: writer.collate(samples), lambda: default_collate(samples)
         )
 
+    def _slot(self) -> int | None:
+        slot = self.pool.take(self.wait_s * (_SHORTER if self._in_vain else 1.0))
+        self._in_vain = slot is None
+        return slot
+
     def _copied(self, batch: Any) -> Any:
-        slot = self.pool.take(self.wait_s)
+        slot = self._slot()
         if slot is None:
             return Unplaced(batch, NO_SLOT, self._no_slot())
         return self._filled(slot, lambda _: batch, lambda: batch)

@@ -54,12 +54,13 @@ class SharedBlock:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._fd = os.memfd_create("flopwise-batches", os.MFD_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, nbytes)
         if hasattr(os, "posix_fallocate"):
             try:
                 os.posix_fallocate(self._fd, 0, nbytes)  # refused now, not by SIGBUS later
             except OSError:
-                os.close(self._fd)
+                self._close()
                 raise
         self._map: mmap.mmap | None = None
         self._mapped_by = -1
@@ -87,9 +88,7 @@ class SharedBlock:
     def close(self) -> None:
         """Closes the file; mappings live on as long as something refers to them."""
         self._map = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"nbytes": self.nbytes, "fd": reduction.DupFd(self._fd)}
@@ -97,6 +96,7 @@ class SharedBlock:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.nbytes = state["nbytes"]
         self._fd = state["fd"].detach()
+        self._close = weakref.finalize(self, os.close, self._fd)
         self._map, self._mapped_by = None, -1
 
 
