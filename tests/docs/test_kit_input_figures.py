@@ -20,3 +20,18 @@ def test_the_figures_of_a_cpu_are_those_measured() -> None:
     assert round(1e3 * found["arms"]["synthetic"]["step_s"]) == 31
     assert found["batch_bytes"] == 25_000_000
     assert all(len(times) == 5 for times in found["step_s"].values())
+
+
+def test_the_batches_said_to_have_come_did() -> None:
+    found = json.loads((ROOT / "benchmarks/results/cpu/kit_input_correctness.json").read_text())[
+        "correctness"
+    ]
+    assert len(found["paths"]) == 4
+    for path in found["paths"].values():
+        assert path["complete"]
+        assert (path["batches"], path["checks"]) == (100_000, 200_000)
+        assert (path["wrong"], path["findings"]) == (0, 0)
+    assert found["summary"]["batches"] == 400_000
+    broken = found["broken"]["slots given back early"]
+    page = " ".join((ROOT / "docs/kit/input.md").read_text("utf-8").split())
+    assert f"{broken['findings']:,} of {broken['checks']:,} checks failed" in page

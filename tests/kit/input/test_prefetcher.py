@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -417,6 +418,31 @@ def test_a_barrier_says_what_it_cost(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err.count("input barrier: 0 streams waited for") == 2
     batches.barrier(say=False)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("thread", [True, False])
+def test_nothing_is_sent_while_it_is_held(thread: bool) -> None:
+    sent: list[int] = []
+    batches = Prefetcher(
+        range(9), "cpu", depth=3, thread=thread, transform=lambda b: sent.append(b) or b
+    )
+    with batches.held():  # nothing runs yet
+        pass
+    iterator = iter(batches)
+    next(iterator)
+    with batches.held():
+        before = len(sent)
+        time.sleep(0.03)
+        assert len(sent) == before
+    assert list(iterator) == list(range(1, 9))
+
+
+def test_what_is_found_about_the_last_batch_is_raised_at_the_end() -> None:
+    x = torch.ones(8)
+    with pytest.raises(ConsistencyError, match=r"step 2.*while the step used it"):  # noqa: PT012
+        for batch in Prefetcher([torch.ones(1), torch.ones(1), x], "cpu", consistency=True):
+            if batch is x:
+                (ctypes.c_float * 8).from_address(x.data_ptr())[:] = [3.0] * 8
 
 
 def test_gradients_are_recorded_in_the_loader_as_in_the_loop() -> None:

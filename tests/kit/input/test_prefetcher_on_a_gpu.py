@@ -257,6 +257,37 @@ def test_a_barrier_waits_for_both_streams_and_says_what_it_cost() -> None:
     batches.close()
 
 
+def test_a_graph_is_captured_while_batches_are_held() -> None:
+    static = torch.zeros(1000, device=CUDA)
+    batches = Prefetcher([torch.full((1000,), float(k)) for k in range(50)], CUDA, 3, reuse=True)
+    iterator = iter(batches)
+    static.copy_(next(iterator))
+    (static * 2).sum()  # what is allocated and chosen once, before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with batches.held(), torch.cuda.graph(graph):
+        total = (static * 2).sum()
+    found = []
+    for batch in iterator:
+        static.copy_(batch)
+        graph.replay()
+        found.append(total.clone())
+    assert [int(t.item()) for t in found] == [2000 * k for k in range(1, 50)]
+
+
+def test_the_host_does_not_run_ahead_of_the_device_without_end() -> None:
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    nbytes = 16 << 20
+    source = torch.ones(nbytes // 4).pin_memory()
+    for batch in Prefetcher([source] * 60, CUDA, 2):
+        busy(0.01)
+        batch.sum()
+        del batch
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before <= 9 * nbytes  # 60 without a bound
+
+
 def test_the_wait_is_the_devices() -> None:
     def loader() -> Any:
         for k in range(12):

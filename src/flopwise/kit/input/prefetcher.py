@@ -6,7 +6,7 @@ import atexit
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -131,6 +131,8 @@ class Prefetcher:
                 except StopIteration:
                     self._epoch, self._handed, self._inner = self._epoch + 1, 0, None
                     self._link.finish()
+                    if self.judge is not None:
+                        self.judge.raise_new()
                     return
                 yield self._handed_over(taken, begun)
         finally:
@@ -189,6 +191,12 @@ class Prefetcher:
         took = wait_for_all(self._reader, self._link, say)
         self.barriers.append(took)
         return took
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Sends nothing while the block runs: for capturing a CUDA graph, which another thread's calls would break."""
+        with self._reader.sending if self._reader is not None else nullcontext():
+            yield
 
     # ------------------------------------------------------------------ state
 

@@ -55,7 +55,7 @@ class Reader:
         self._state_of = state_of
         self._number = 0
         self._grad = torch.is_grad_enabled()  # the loop's mode; a thread begins with its own
-        self.sending = threading.Lock()  # held while a batch is being sent
+        self.sending = threading.RLock()  # held while a batch is being sent
 
     def _read(self) -> Snapshot | _End:
         """Returns the loader's next batch, sent on its way; what goes wrong is kept for its turn."""
