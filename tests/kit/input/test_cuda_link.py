@@ -163,6 +163,18 @@ def test_owned_buffers_are_written_again_only_after_the_loop_is_past_them(surfac
     assert len(waited) == 4
 
 
+def test_a_pass_that_was_left_early_leaves_no_buffer_without_a_fence(surface: Any) -> None:
+    link = link_of(surface, depth=1, reuse=True)  # three buffers
+    for number in range(3):
+        link.hand_over(link.send(torch.ones(2), number), number)
+    link.leave()  # the loop broke off in the step that uses the third
+    released = surface.log[-1]
+    assert released[:2] == ("compute", "records")
+    for number in range(3):  # the next pass begins at 0
+        link.send(torch.ones(2), number)
+    assert ("copy", "waits for", released[2]) in surface.log
+
+
 def test_a_loop_that_changed_its_stream_is_waited_for_on_both(surface: Any) -> None:
     link = link_of(surface, reuse=True)
     link.hand_over(link.send(torch.ones(1), 0), 0)

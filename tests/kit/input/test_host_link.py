@@ -57,7 +57,7 @@ def test_the_last_batch_is_checked_when_the_epoch_ends(judge: Judge) -> None:
     link.hand_over(link.send(x, 0), 0)
     plain_write(x, 3.0)
     link.finish()
-    link.finish()
+    link.leave()
     assert len(judge.found) == 1
 
 

@@ -285,7 +285,7 @@ def test_the_host_does_not_run_ahead_of_the_device_without_end() -> None:
         batch.sum()
         del batch
     torch.cuda.synchronize()
-    assert torch.cuda.max_memory_allocated() - before <= 9 * nbytes  # 60 without a bound
+    assert torch.cuda.max_memory_allocated() - before <= 12 * nbytes  # 60 without a bound
 
 
 def test_the_wait_is_the_devices() -> None:

@@ -208,10 +208,14 @@ class CudaLink:
             self._in_use[-1].record(on)
         self._used = None
 
-    def finish(self) -> None:
-        """Ends an epoch: the last batch is checked, and every outstanding check is read."""
+    def leave(self) -> None:
+        """Ends a pass over the loader: the last batch is done with where its stream is past what is queued now."""
         if self._used_on is not None:
             self._release(self._used_on)
+
+    def finish(self) -> None:
+        """Ends an epoch: the last batch is checked, and every outstanding check is read."""
+        self.leave()
         if self._check is not None:
             self._check.read(wait=True)
 

@@ -76,6 +76,10 @@ class HostLink:
         if used.unchanged():
             self._judge.kept(used.step, used.buffer, used.stamp, *_found(used, used.stamp))
 
+    def leave(self) -> None:
+        """Ends a pass over the loader."""
+        self.finish()
+
     def mark(self) -> float:
         """Returns the time."""
         return time.perf_counter()

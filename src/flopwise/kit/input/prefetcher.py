@@ -233,6 +233,7 @@ class Prefetcher:
             return
         for snapshot in reader.stop():
             self._link.drop(snapshot.sent)
+        self._link.leave()
 
     def _new_link(self) -> HostLink | CudaLink:
         if self.device.type != "cuda":
