@@ -157,32 +157,50 @@ def test_owned_buffers_are_written_again_only_after_the_loop_is_past_them(surfac
         del got, sent
     assert addresses[:3] == addresses[3:6]
     assert len(set(addresses)) == 3
-    released = [line[2] for line in surface.log if line[:2] == ("compute", "records")]
-    waited = [line[2] for line in surface.log if line[:2] == ("copy", "waits for")]
-    assert waited == released[: len(waited)]
-    assert len(waited) == 4
+    waits = [
+        k for k, line in enumerate(surface.log) if line == ("copy", "waits for stream", "compute")
+    ]
+    copies = [k for k, line in enumerate(surface.log) if line[:2] == ("copy", "records")]
+    assert len(waits) == 4  # three buffers were new
+    assert [w + 1 for w in waits] == copies[3:]  # each before its copy
 
 
-def test_a_pass_that_was_left_early_leaves_no_buffer_without_a_fence(surface: Any) -> None:
+def test_a_batch_that_is_kept_a_step_longer_and_then_dropped_is_fenced_too(surface: Any) -> None:
     link = link_of(surface, depth=1, reuse=True)  # three buffers
-    for number in range(3):
-        link.hand_over(link.send(torch.ones(2), number), number)
-    link.leave()  # the loop broke off in the step that uses the third
-    released = surface.log[-1]
-    assert released[:2] == ("compute", "records")
-    for number in range(3):  # the next pass begins at 0
-        link.send(torch.ones(2), number)
-    assert ("copy", "waits for", released[2]) in surface.log
+    before = None
+    for step in range(8):
+        got = link.hand_over(link.send(torch.full((4,), float(step)), step), step)
+        if before is not None:
+            surface.log.append(("compute", "uses", step - 1))  # the step reads two batches
+        before = got
+    uses = [k for k, line in enumerate(surface.log) if line[1] == "uses"]
+    waits = [
+        k for k, line in enumerate(surface.log) if line == ("copy", "waits for stream", "compute")
+    ]
+    for number in range(4, 7):  # batch number - 3 was used last in step number - 2
+        assert any(uses[number - 3] < w for w in waits)
+    assert link._ring is not None
+    assert link._ring.left_to_users == 0
 
 
 def test_a_loop_that_changed_its_stream_is_waited_for_on_both(surface: Any) -> None:
-    link = link_of(surface, reuse=True)
-    link.hand_over(link.send(torch.ones(1), 0), 0)
+    link = link_of(surface, depth=1, reuse=True)
     other = type(surface.compute)("other", surface.log)
-    surface.current = other
-    link.hand_over(link.send(torch.ones(1), 1), 1)
-    records = [line[0] for line in surface.log if line[1] == "records" and line[0] != "copy"]
-    assert records == ["compute", "other"]
+    for step in range(4):
+        link.hand_over(link.send(torch.ones(1), step), step)
+        surface.current = other
+    waits = [line[2] for line in surface.log if line[:2] == ("copy", "waits for stream")]
+    assert waits == ["compute", "other"]
+
+
+def test_what_the_loop_left_in_use_is_over_before_device_memory_is_counted_free(
+    surface: Any,
+) -> None:
+    link = link_of(surface)
+    link.hand_over(link.send(torch.ones(2), 0), 0)
+    link.leave()  # the loop broke off
+    link.leave()
+    assert [line[:2] for line in surface.log].count(("compute", "records")) == 1
 
 
 def test_tensors_that_are_more_than_bytes_and_objects_go_by_their_own_way(surface: Any) -> None:

@@ -28,7 +28,8 @@ class CudaLink:
 
     Two fences a buffer. On the way out: the consumer's stream waits for the copy's event. On the way back: page-locked
     memory is written again only after its copy's event, and device memory only after the consumer's stream is past its
-    last use: by `record_stream` where each batch has memory of its own, by an event where buffers are owned (`reuse`).
+    last use: by `record_stream` where each batch has memory of its own, by waiting for that stream where buffers are
+    owned (`reuse`).
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class CudaLink:
         self._in_use: deque[Any] = deque()  # events after which batches handed over are done with
         self._used: Sent | None = None  # what the loop was handed last
         self._used_on: Any = None
+        self._consumers: list[Any] = []  # every stream that batches were handed to
 
     # ------------------------------------------------------------------ where batches are read
 
@@ -139,7 +141,7 @@ class CudaLink:
 
     def _targets(self, number: int, sources: list[torch.Tensor]) -> list[torch.Tensor]:
         if self._ring is not None:
-            return self._ring.targets(number, sources, self._copy)
+            return self._ring.targets(number, sources, self._copy, self._consumers)
         return [torch.empty_like(s, device=self._cuda.device) for s in sources]
 
     def _other(self, tensor: torch.Tensor, host: list[Any]) -> torch.Tensor:
@@ -175,7 +177,7 @@ class CudaLink:
     def hand_over(self, sent: Sent, step: int) -> Any:
         """Returns the batch for this step, ordered before whatever the loop launches on its stream next."""
         consumer = self._consumer_now()
-        self._release(consumer)
+        self.leave()
         if not (self._break_fence and self._ring is None):
             consumer.wait_event(sent.event)
         for tensor in leaves_of(sent.batch):
@@ -186,32 +188,26 @@ class CudaLink:
                 self._check.arrived(sent, consumer)
             self._check.read()
         self._used, self._used_on = sent, consumer
+        if consumer not in self._consumers:
+            self._consumers.append(consumer)
         batch, sent.batch = sent.batch, None
         return batch
 
     def _consumer_now(self) -> Any:
         return self._consumer if self._consumer is not None else self._cuda.current_stream()
 
-    def _release(self, consumer: Any) -> None:
-        """Marks that the batch before is done with: on the stream that used it, and on the one that is current now."""
+    def leave(self) -> None:
+        """Marks that the loop has queued everything that uses the batch it was handed last."""
         used, on = self._used, self._used_on
         if used is None:
             return
         if self._check is not None:
             with self._cuda.on(on):
                 self._check.after(used, on)
-        consumers = [on] if on == consumer else [on, consumer]
-        if self._ring is not None:
-            self._ring.release(used.number, consumers)
-        else:
+        if self._ring is None:
             self._in_use.append(self._cuda.event())
             self._in_use[-1].record(on)
         self._used = None
-
-    def leave(self) -> None:
-        """Ends a pass over the loader: the last batch is done with where its stream is past what is queued now."""
-        if self._used_on is not None:
-            self._release(self._used_on)
 
     def finish(self) -> None:
         """Ends an epoch: the last batch is checked, and every outstanding check is read."""

@@ -45,8 +45,8 @@ class Prefetcher:
             later, "report" collects `findings`.
         pool: the pool that the loader's workers collate into; found by itself where `collate_fn` is `collate_into`.
         thread: read in a thread (default), or in the loop's own, where random draws keep their place.
-        reuse: owned device buffers at fixed addresses. A batch is valid until the next but one is asked for; a tensor
-            that is kept longer keeps its memory and another is taken.
+        reuse: owned device buffers at fixed addresses, written again once nobody refers to them. A tensor that is kept
+            keeps its memory, and another is taken.
         stream: the stream that uses the batches; by default the current one whenever a batch is asked for.
         measure_wait: keeps how long each step waited for its batch: on a GPU the device's time, see `waits_s`.
 
