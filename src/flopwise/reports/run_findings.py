@@ -29,6 +29,8 @@ def findings(
         screen.flow(str(number), _head(finding, of))
         screen.flow("", [finding.evidence] if finding.evidence else [])
         screen.flow("", [(f"do: {finding.advice}", "bold")] if finding.advice else [])
+        for other in finding.alternatives:
+            screen.flow("", [f"or: {other.advice}", *_gain(other.predicted_gain_frac, "so")])
     rest = len(record.findings) - SHOWN
     if rest > 0:
         screen.line((f"{figures.counted(rest, 'more finding')} in the JSON", "dim"))
@@ -40,10 +42,14 @@ def _head(finding: Finding, of: str) -> list[Piece]:
         items.append("cost not measured")
     else:
         items.append(f"{percent(finding.share_frac)} of {of}")
-    gain = finding.predicted_gain_frac
-    if gain is not None and abs(gain) >= LEAST_GAIN_FRAC:
-        items.append(f"predicted {percent(gain)} less time without it")
+    items += _gain(finding.predicted_gain_frac, "without it")
     items.append(finding.certainty)
     if finding.where:
         items.append(figures.few(finding.where, PLACES))
     return items
+
+
+def _gain(gain_frac: float | None, how: str) -> list[Piece]:
+    if gain_frac is None or abs(gain_frac) < LEAST_GAIN_FRAC:
+        return []
+    return [f"predicted {percent(gain_frac)} less time {how}"]

@@ -10,7 +10,7 @@ import pytest
 
 from flopwise.diagnosis.ledger import build
 from flopwise.diagnosis.ranks.jobfindings import SHOWN_FRAC, findings_of
-from flopwise.records.finding import Finding
+from flopwise.records.finding import Alternative, Finding
 from flopwise.records.job import (
     SCHEMA,
     CollectiveKind,
@@ -155,6 +155,26 @@ def test_a_rank_that_has_a_cause_twice_is_one_rank(ranks: Any) -> None:
     (one,) = findings_of(empty(ranks=ranks(twice, [])))
     assert one.evidence.startswith("on 1 of 2 ranks; most on rank 0: seen at b.py:2")
     assert one.share_frac == pytest.approx(0.15)
+
+
+def test_another_cure_gains_its_mean_over_all_ranks(ranks: Any) -> None:
+    few, many = (
+        [Alternative("read less", 0.3)],
+        [
+            Alternative("read less", 0.6),
+            Alternative("sleep", None),
+        ],
+    )
+    found = ranks(
+        [dataclasses.replace(of_ledger(0.1, 0.08, "a.py:1"), alternatives=few)],
+        [dataclasses.replace(of_ledger(0.5, 0.4, "b.py:2"), alternatives=many)],
+        [],
+    )
+    (one,) = findings_of(empty(ranks=found))
+    assert [(x.advice, x.predicted_gain_frac) for x in one.alternatives] == [
+        ("read less", pytest.approx(0.3)),
+        ("sleep", None),
+    ]
 
 
 def test_a_cause_without_a_gain_stays_without(ranks: Any) -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 from flopwise.diagnosis.ledger.findings import worth_frac
 from flopwise.diagnosis.ranks.traffic import LATENCY_BYTES
-from flopwise.records.finding import Finding
+from flopwise.records.finding import Alternative, Finding
 from flopwise.records.job import JobRecord, RankRecord, Redundant, Straggler
 from flopwise.units import duration, percent, size
 
@@ -79,9 +79,22 @@ def _of_ranks(ranks: list[RankRecord]) -> list[Finding]:
                 advice=worst.advice,
                 predicted_gain_frac=sum(gains) / len(have) if gains else None,
                 certainty=worst.certainty,
+                alternatives=_alternatives([f for _, f in of], worst, len(have)),
             )
         )
     return out
+
+
+def _alternatives(of: list[Finding], worst: Finding, ranks: int) -> list[Alternative]:
+    """Returns the other cures of the worst rank, each with the mean of its gain over all ranks."""
+    gains: dict[str, list[float]] = defaultdict(list)
+    for other in (other for finding in of for other in finding.alternatives):
+        if other.predicted_gain_frac is not None:
+            gains[other.advice].append(other.predicted_gain_frac)
+    return [
+        Alternative(one.advice, sum(gains[one.advice]) / ranks if gains[one.advice] else None)
+        for one in worst.alternatives
+    ]
 
 
 def _without_waiting(found: list[Finding], job: JobRecord) -> list[Finding]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flopwise.records.finding import Finding
+from flopwise.records.finding import Alternative, Finding
 from flopwise.reports import figures
 from flopwise.reports.figures import percent
 from flopwise.reports.html.lines import gain
@@ -52,7 +52,14 @@ def _one(at: int, finding: Finding, of: str) -> Html:
         el("p", finding.evidence) if finding.evidence else None,
         _places(finding.where),
         el("p.do", el("b", "Do: "), finding.advice) if finding.advice else None,
+        [_other(other) for other in finding.alternatives],
     )
+
+
+def _other(other: Alternative) -> Html:
+    faster = gain(other.predicted_gain_frac)
+    said = f" (predicted {faster} as fast)" if faster not in ("", "1.00x") else ""
+    return el("p.do", el("b", "Or: "), f"{other.advice}{said}")
 
 
 def _places(where: Sequence[str]) -> Html | None:
