@@ -21,6 +21,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from kit_input_claims import broken_claims
+
 #: Section: the module that holds it (a function of the section's name) and what it shows.
 SECTIONS = {
     "correctness": ("kit_input_correctness", "many small batches through every path, to the bit"),
@@ -94,7 +96,7 @@ def run_apart(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the sections; returns 1 where one failed."""
+    """Runs the sections; returns 1 where one failed or a claim does not hold."""
     options = parse(arguments)
     begun = time.monotonic()
     figures: dict[str, Any] = {}
@@ -108,7 +110,13 @@ def main(arguments: list[str] | None = None) -> int:
         if not options.inside:
             print(json.dumps(figures[name].get("summary", figures[name].get("error"))), flush=True)
         Path(options.out).write_text(json.dumps(figures, indent=1) + "\n")
-    return int(any("error" in found for found in figures.values()))
+    failed = any("error" in found for found in figures.values())
+    if options.inside:
+        return int(failed)
+    on_device = any("device" in found.get("machine", {}) for found in figures.values())
+    broken = broken_claims(figures, sizes_are_real=on_device and not options.tiny)
+    print("\n".join(broken) if broken else "every claim that was measured holds", flush=True)
+    return int(failed or bool(broken))
 
 
 if __name__ == "__main__":

@@ -148,3 +148,43 @@ def test_workers_are_what_cores_and_shared_memory_hold(benchmark_module, monkeyp
     assert arms.workers_for(10**12, 3, 14) == 1
     monkeypatch.setattr(arms, "free_shared_memory_bytes", lambda: None)
     assert arms.workers_for(400_000_000, 3, 8) == 8
+
+
+def figures_of(ratio=1.01, supply=2.0, bandwidth=0.97, ours=1.0, wrong=0, missed=5):
+    broken = {"slots given back early": missed, "not written before the last use": 0}
+    correct = {"wrong": wrong, "findings": 0, "complete": True, "broken": broken}
+    copies = {"ours": ours, "loader with pin_memory": 2.0}
+    size = {
+        "ours_to_synthetic": ratio,
+        "supply_per_step": supply,
+        "bandwidth_ratio": bandwidth,
+        "host_copies_per_byte": copies,
+    }
+    images = {"ratio_to_synthetic": {"ours": ratio}, "supply_to_need": supply}
+    return {
+        "correctness": {"summary": correct},
+        "link": {"summary": {"25 MB": size}},
+        "images": {"summary": images},
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, []),
+        ({"ratio": 1.03}, ["link, 25 MB: the step takes 1.030", "images: the step takes 1.030"]),
+        ({"ratio": 1.5, "supply": 1.0}, []),  # the workers cannot
+        ({"bandwidth": 0.94}, ["0.940 of a bare copy's bandwidth"]),
+        ({"ours": 2.0}, ["2.00 host copies a byte against 2.00"]),
+        ({"wrong": 1}, ["1 wrong batches"]),
+        ({"missed": 0}, ["0 findings where a fence was slots given back early"]),
+    ],
+)
+def test_claims_are_held_against_the_figures(benchmark_module, change, said):
+    claims = benchmark_module("kit_input_claims")
+    found = claims.broken_claims(figures_of(**change), sizes_are_real=True)
+    assert len(found) == len(said)
+    assert all(part in line for part, line in zip(said, found, strict=True))
+    if "wrong" not in change and "missed" not in change:
+        assert claims.broken_claims(figures_of(**change), sizes_are_real=False) == []
+    assert claims.broken_claims({"link": {"error": "x"}}, sizes_are_real=True) == []
