@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from flopwise.errors import FlopwiseWarning
 from flopwise.kit.input.reader import InThread, InTurn, Snapshot
 
 
@@ -127,6 +128,29 @@ def test_states_are_those_behind_each_batch() -> None:
     taken: list[Snapshot] = [reader.take() for _ in range(3)]
     assert [t.state for t in taken] == [1, 2, 3]
     reader.stop()
+
+
+def test_a_thread_that_was_left_behind_sends_nothing_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("flopwise.kit.input.reader.PATIENCE_S", 0.02)
+    go_on = threading.Event()
+
+    def loader() -> Any:
+        yield 0
+        go_on.wait()
+        yield 1
+
+    link = Link()
+    reader = InThread(loader(), link, 2)
+    reader.take()
+    with pytest.warns(FlopwiseWarning, match="left behind"):
+        reader.stop()
+    go_on.set()
+    assert reader._thread is not None
+    reader._thread.join(5)
+    assert not reader._thread.is_alive()
+    assert len(link.threads) == 1
 
 
 def test_the_loops_way_of_recording_gradients_is_the_readers() -> None:

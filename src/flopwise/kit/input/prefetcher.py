@@ -44,7 +44,7 @@ class Prefetcher:
         consistency: checks every batch on the device by number and checksum; True raises ConsistencyError a step
             later, "report" collects `findings`.
         pool: the pool that the loader's workers collate into; found by itself where `collate_fn` is `collate_into`.
-        thread: read in a thread (default), or in the loop's own, where random draws keep their place.
+        thread: read in a thread (default), or in the loop's own, where random draws come at the same place every run.
         reuse: owned device buffers at fixed addresses, written again once nobody refers to them. A tensor that is kept
             keeps its memory, and another is taken.
         stream: the stream that uses the batches; by default the current one whenever a batch is asked for.

@@ -54,6 +54,7 @@ class Reader:
         self._iterator, self._link, self._depth = iterator, link, depth
         self._state_of = state_of
         self._number = 0
+        self._stopped = False
         self._grad = torch.is_grad_enabled()  # the loop's mode; a thread begins with its own
         self.sending = threading.RLock()  # held while a batch is being sent
 
@@ -69,6 +70,10 @@ class Reader:
             return _End()
         except Exception as error:
             return _End(error)
+        if (
+            self._stopped
+        ):  # a thread that was left behind inside the loader: nothing of it is sent any more
+            return _End()
         try:
             state = self._state_of() if self._state_of is not None else None
             # What is sent is made outside inference mode: buffers are written again in other modes.
@@ -177,7 +182,8 @@ class InThread(Reader):
 
     def stop(self) -> list[Snapshot]:
         """Stops the thread, waiting for the batch that it is reading, and returns the batches that nobody took."""
-        self._started, self._ended = True, self._ended or _End()
+        self._stopped = self._started = True
+        self._ended = self._ended or _End()
         if self._thread is not None and self._thread is not threading.current_thread():
             with suppress(Empty):
                 while True:  # room that was not used yet: the thread is to see the stop first
