@@ -91,6 +91,9 @@ class FakeSurface:
         self.events.append(FakeEvent(f"event {len(self.events)}", self.log))
         return self.events[-1]
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self.pinned
 

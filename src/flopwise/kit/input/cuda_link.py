@@ -93,7 +93,7 @@ class CudaLink:
         self.counts.in_place_batches += bool(plain) and in_place
         targets = self._targets(sent.number, sources)
         for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
+            self._cuda.copy(target, source)
         host.append(sources)
         if header:
             sent.keep(targets[1:], targets[0])

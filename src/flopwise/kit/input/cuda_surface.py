@@ -34,6 +34,10 @@ class CudaSurface:
         """Returns an event; waiting for it on the host sleeps rather than spins."""
         return torch.cuda.Event(enable_timing=timing, blocking=True)
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queues a copy on the current stream."""
+        target.copy_(source, non_blocking=True)
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Returns whether the copy engine may read the tensor in place."""
         return tensor.is_pinned()
