@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flopwise.errors import InputError
-from flopwise.kit.nested import map_tensors, tensors_in
+from flopwise.kit.nested import NotRebuiltError, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -64,7 +63,7 @@ class TestTrees:
                 super().__init__([torch.ones(1)])
 
         with pytest.raises(
-            InputError, match=r"Fixed in a batch cannot be built again from its parts \(TypeError"
+            NotRebuiltError, match=r"Fixed cannot be built again from its parts \(TypeError"
         ):
             map_tensors(Fixed(), lambda t: t + 1)
         assert len(map_tensors(Fixed(), lambda t: t)) == 1

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from flopwise.errors import InputError
+
+class NotRebuiltError(TypeError):
+    """A container type whose constructor does not take its parts."""
 
 
 def tensors_in(tree: Any, kind: type = torch.Tensor) -> Iterator[Any]:
@@ -74,12 +76,12 @@ def _made(tree: Any, make: Callable[[], Any]) -> Any:
     """Returns what `make` makes of the tree's parts.
 
     Raises:
-        InputError: the type cannot be built so.
+        NotRebuiltError: the type cannot be built so.
     """
     try:
         return make()
     except Exception as error:
-        raise InputError(
-            f"a {type(tree).__qualname__} in a batch cannot be built again from its parts "
-            f"({type(error).__name__}: {error}): give it a .to(device), or hand over a tuple or dict instead"
+        raise NotRebuiltError(
+            f"a {type(tree).__qualname__} cannot be built again from its parts "
+            f"({type(error).__name__}: {error})"
         ) from error

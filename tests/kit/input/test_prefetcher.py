@@ -133,7 +133,7 @@ def test_a_type_that_cannot_be_built_again_is_a_clear_error_at_its_step() -> Non
         batches = iter(Prefetcher([torch.ones(1), Fixed()], "meta"))
     assert next(batches).device.type == "meta"
     with pytest.raises(
-        InputError, match=r"Fixed in a batch cannot be built again .* give it a .to\(device\)"
+        InputError, match=r"Fixed cannot be built again .*; give it a .to\(device\)"
     ):
         next(batches)
 

@@ -11,7 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
+from flopwise.errors import InputError
 from flopwise.kit.input.notices import say_once
+from flopwise.kit.nested import NotRebuiltError
 
 #: A thread that is stuck inside the loader is left behind after so long.
 PATIENCE_S = 10.0
@@ -81,6 +83,8 @@ class Reader:
                 sent = self._link.send(item, self._number)
         except StopIteration as error:  # of a transform: not the loader's end
             return _End(RuntimeError(f"a transform of the batch raised StopIteration({error})"))
+        except NotRebuiltError as error:
+            return _End(InputError(f"{error}; give it a .to(device), or hand over a tuple or dict"))
         except Exception as error:
             return _End(error)
         self._number += 1
