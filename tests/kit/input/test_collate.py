@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
+from flopwise.errors import FlopwiseWarning
 from flopwise.kit.input import PinnedPool, collate_into, slot_bytes_for
-from flopwise.kit.input.packed import Packed, Unplaced
+from flopwise.kit.input.packed import NOT_REBUILT, Packed, Unplaced
 from flopwise.kit.nested import tensors_in
 
 Point = namedtuple("Point", "x y")
@@ -80,6 +81,20 @@ def test_a_slot_of_the_size_said_holds_the_batch_and_every_tensor_is_aligned(
     assert all(t.data_ptr() % 256 == 0 for t in tensors_in(got) if t.numel())
     del got, packed
     pool.close()
+
+
+def test_a_batch_of_a_type_that_cannot_be_rebuilt_takes_the_ordinary_way() -> None:
+    class Fixed(list):  # type: ignore[type-arg]
+        def __init__(self) -> None:
+            super().__init__([torch.ones(1)])
+
+    pool = PinnedPool(4096, 1)
+    unplaced = collate_into(pool, lambda samples: Fixed())([1])
+    assert isinstance(unplaced, Unplaced)
+    assert unplaced.reason == NOT_REBUILT
+    with pytest.warns(FlopwiseWarning, match="ordinary path: a .*Fixed cannot be built again"):
+        assert type(pool.unpack(unplaced)) is Fixed
+    assert pool.take(0) == 0  # the slot came back
 
 
 def test_spare_room_is_a_share() -> None:

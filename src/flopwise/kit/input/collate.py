@@ -11,9 +11,9 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from flopwise.kit.input.checksum import host_checksum
 from flopwise.kit.input.layout import Layout, Placed, block_bytes, is_plain
-from flopwise.kit.input.packed import NO_SLOT, TOO_LARGE, Unplaced
+from flopwise.kit.input.packed import NO_SLOT, NOT_REBUILT, TOO_LARGE, Unplaced
 from flopwise.kit.input.pool import PinnedPool
-from flopwise.kit.nested import map_tensors, tensors_in
+from flopwise.kit.nested import NotRebuiltError, map_tensors, tensors_in
 
 #: A worker waits so long for a slot before its batch takes the ordinary path: two loaders that wait for each other
 #: are slow then, never stuck.
@@ -82,6 +82,9 @@ class CollateInto:
             need, room = block_bytes(batch), self.pool.slot_bytes
             said = f"it needs {need} bytes, a slot has {room}; slot_bytes={need} would hold it"
             return Unplaced(batch, TOO_LARGE, said)
+        except NotRebuiltError as error:
+            self.pool.give_back(slot)
+            return Unplaced(ordinary(), NOT_REBUILT, str(error))
         except BaseException:
             self.pool.give_back(slot)
             raise

@@ -15,6 +15,7 @@ HEADER_BYTES = 256
 HEADER_WORDS = 3
 #: Why a batch was not put into a slot.
 NO_SLOT, TOO_LARGE = "no free slot", "larger than a slot"
+NOT_REBUILT = "of a type that cannot be built again"
 #: The pools of this process by name, so that a batch that comes out of a queue finds its own.
 POOLS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
