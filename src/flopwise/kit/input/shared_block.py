@@ -38,7 +38,8 @@ def kept_after_fork(memory: mmap.mmap) -> mmap.mmap:
     return memory
 
 
-os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped))
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped))
 
 
 def missing_system_part() -> str:
