@@ -39,7 +39,6 @@ from flopwise.kit.graph import (
     fold,
     fusion_report,
 )
-from flopwise.kit.graph.layout import set_channels_last, to_channels_last
 
 MODELS = ("resnet18", "resnet50", "efficientnet_b4", "bert_large", "gpt2", "llama_1b")
 SECTIONS = ("captured_equal", "fold", "optimizer_forms", "fusion", "parts")
@@ -208,6 +207,12 @@ def memory(run: Callable[[], object], device: torch.device, held_gb: float) -> d
     }
 
 
+def laid_out(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    """Returns images in channels last where that is wanted."""
+    wanted = channels_last and tensor.dim() == 4
+    return tensor.contiguous(memory_format=torch.channels_last) if wanted else tensor
+
+
 class Arm:
     """One way of running the step of a job; the model's switches are put in place for every block."""
 
@@ -218,7 +223,7 @@ class Arm:
         self.handle: Any = None
         self._slots: dict[nn.Module, Any] = {}
         self.optimizer = job.optimizer(**({"fused": True} if fused else {}))
-        self.batch = tuple(to_channels_last(list(job.batch))) if channels_last else job.batch
+        self.batch = tuple(laid_out(t, channels_last) for t in job.batch)
         self._step: Any = job.step(self.optimizer)
         self.first_s = 0.0
         if compiled is not None:
@@ -296,7 +301,7 @@ def parts(job: Job, until: float, say: Callable[[str], None]) -> dict[str, Any]:
     last = copy.copy(job)  # a model of its own: graphs need weights that stay where they are
     if job.images:
         last.model = copy.deepcopy(job.model)
-        set_channels_last(last.model, True)
+        last.model.to(memory_format=torch.channels_last)
     arms: dict[str, Arm] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name, how in arms_of(job.images).items():
@@ -455,10 +460,9 @@ def folding(device: torch.device, tiny: bool) -> dict[str, Any]:
     for dtype in (torch.float32, torch.bfloat16):
         for last in (False, True):
             twin = copy.deepcopy(model).to(dtype)
-            set_channels_last(twin, last)
-            x = batch.to(dtype).contiguous(
-                memory_format=torch.channels_last if last else torch.contiguous_format
-            )
+            if last:
+                twin.to(memory_format=torch.channels_last)
+            x = laid_out(batch.to(dtype), last)
             report = fold(twin, x, measure=True).report
             name = (
                 f"{str(dtype).removeprefix('torch.')} {'channels last' if last else 'contiguous'}"

@@ -780,3 +780,17 @@ def test_a_part_that_is_added_to_the_model_is_trained(graphs: Any) -> None:
 
     assert_same(trained(True), trained(False))
     assert graphs.graphs[-1].replays > 5
+
+
+def test_a_result_that_cannot_be_built_anew_is_handed_on() -> None:
+    class Result(dict):  # type: ignore[type-arg]
+        def __init__(self, loss: torch.Tensor) -> None:
+            super().__init__(loss=loss)
+            self.loss = loss
+
+        def __setitem__(self, key: Any, value: Any) -> None:
+            raise TypeError("read only")
+
+    net, optimizer, inner = training(torch.optim.SGD, lr=0.125)
+    captured = CapturedStep(lambda x, y: Result(inner(x, y)), net, optimizer)
+    assert captured(*batches(1)[0]).loss.item() > 0

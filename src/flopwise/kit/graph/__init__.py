@@ -13,7 +13,6 @@ from flopwise.kit.graph.compile_report import CompileReport
 from flopwise.kit.graph.compiler import break_even_steps
 from flopwise.kit.graph.folding import Folded, FoldReport, fold
 from flopwise.kit.graph.fusion import FusedKernel, FusionReport, fusion_report
-from flopwise.kit.graph.layout import Layout, fastest_layout, to_channels_last, to_contiguous
 from flopwise.kit.graph.optimizer_forms import OptimizerForm, fastest_optimizer_form
 from flopwise.kit.graph.regions import silent_compiles
 from flopwise.kit.graph.shapes import StepReport
@@ -27,18 +26,14 @@ __all__ = [
     "Folded",
     "FusedKernel",
     "FusionReport",
-    "Layout",
     "OptimizerForm",
     "StepReport",
     "break_even_steps",
     "compile_in_place",
     "compile_regions",
-    "fastest_layout",
     "fastest_optimizer_form",
     "fold",
     "fusion_report",
     "silent_compiles",
     "suggest_buckets",
-    "to_channels_last",
-    "to_contiguous",
 ]

@@ -460,7 +460,11 @@ def _surface(parts: Parts) -> Surface:
 
 
 def _detached(tree: Any) -> Any:
-    return map_tensors(tree, lambda t: t.detach())
+    """Returns a result without its graph; one that cannot be built anew is returned as it is."""
+    try:
+        return map_tensors(tree, lambda t: t.detach())
+    except TypeError:
+        return tree
 
 
 def _outputs_apart(a: Any, b: Any) -> dict[str, float]:

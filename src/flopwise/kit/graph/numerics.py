@@ -82,7 +82,9 @@ def scalar(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> torch.Tensor
     """Returns what `backward` starts from: the loss, a scalar output, or the mean square of what has gradients."""
     if loss is not None:
         return loss(out)
-    parts = [t for t in tensors_in(plain(out)) if t.requires_grad and t.is_floating_point()]
+    parts: list[torch.Tensor] = [
+        t for t in tensors_in(plain(out)) if t.requires_grad and t.is_floating_point()
+    ]
     if not parts:
         raise ValueError("no output of the module has gradients")
     scalars = [t for t in parts if t.dim() == 0]
