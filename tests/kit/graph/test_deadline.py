@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 
@@ -122,3 +123,15 @@ def test_compilations_of_several_models_one_after_the_other() -> None:
         Within(60.0).run(lambda grad=grad: compiled(grad))
     torch._dynamo.reset()
     Within(60.0).run(lambda: compiled(True))
+
+
+def test_finalizers_are_not_interrupted() -> None:
+    seen: list[bool] = []
+
+    class Dies:
+        def __del__(self) -> None:
+            seen.append(deadline._heeds(sys._getframe()))
+
+    Dies()
+    seen.append(deadline._heeds(sys._getframe()))
+    assert seen == [False, True]

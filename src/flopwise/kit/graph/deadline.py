@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, TypeVar
@@ -145,8 +146,9 @@ def _stop(job: _Job, helper: _Helper, others: Iterable[int]) -> None:
     workers_ended = False
     known = set(others)
     while not job.done.is_set():
+        frames = sys._current_frames()
         for ident in [helper.thread.ident, *_compiling(known)]:
-            if ident is not None:
+            if ident is not None and _heeds(frames.get(ident)):
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(ident), ctypes.py_object(_Stop)
                 )
@@ -154,6 +156,16 @@ def _stop(job: _Job, helper: _Helper, others: Iterable[int]) -> None:
             workers_ended = True
             stop_compile_workers()
         job.done.wait(0.1)
+
+
+def _heeds(frame: types.FrameType | None) -> bool:
+    """Whether an exception in this frame goes anywhere: those in finalizers are printed and dropped."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__del__" or os.path.basename(code.co_filename) == "weakref.py":
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _compiling(known: set[int]) -> list[int]:
