@@ -794,3 +794,19 @@ def test_a_result_that_cannot_be_built_anew_is_handed_on() -> None:
     net, optimizer, inner = training(torch.optim.SGD, lr=0.125)
     captured = CapturedStep(lambda x, y: Result(inner(x, y)), net, optimizer)
     assert captured(*batches(1)[0]).loss.item() > 0
+
+
+def test_a_step_that_writes_to_its_batch(graphs: Any) -> None:
+    def trained(captured: bool) -> nn.Module:
+        net, optimizer, inner = training(torch.optim.SGD, lr=0.125, fused=True)
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            x.sub_(x.mean())
+            x.mul_(1.5)
+            return inner(x, y)
+
+        run(CapturedStep(step, net, optimizer, surface=graphs) if captured else step, batches(20))
+        return net
+
+    assert_same(trained(True), trained(False))
+    assert graphs.graphs[0].replays > 10

@@ -363,3 +363,38 @@ def test_evaluation_that_fails_leaves_training_compiled() -> None:
     assert (compilation.tally() - before).frames == 0
     assert handle.report().reason is None
     assert "eager in evaluation: compiling failed (BackendCompilerFailed" in str(handle.report())
+
+
+def test_a_forward_that_writes_to_its_input_does_so_once() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return self.layer(x)
+
+    model = Writes()
+    compile_in_place(model, backend="eager", measure=False)
+    x = torch.zeros(4, 8)
+    model(x).sum().backward()
+    assert torch.equal(x, torch.ones(4, 8))
+
+
+def test_one_tensor_given_twice_is_compiled_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * y
+
+    model = Twice()
+    handle = compile_in_place(model, **QUICK)
+    x = torch.ones(4, 8)
+    for _ in range(3):
+        model(x, x).sum().backward()
+    assert handle.report().recompiles == ()
+    assert handle.report().frames == 1

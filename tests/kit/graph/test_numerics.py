@@ -91,3 +91,17 @@ def test_relative_distances() -> None:
     assert relative([None], [None]) == 0.0
     assert math.isnan(relative([torch.full((4,), math.nan)], one))
     assert relative(one, [torch.zeros(4)]) == math.inf
+
+
+def test_inputs_are_copies_and_one_stays_one() -> None:
+    x = torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
+    ids = torch.ones(3, dtype=torch.long)
+    (a, b), kwargs = Call((x, ids), {"labels": ids}).fresh()
+    assert a.is_leaf
+    assert a.requires_grad
+    assert a.stride() == x.stride()
+    assert a.data_ptr() != x.data_ptr()
+    assert b is kwargs["labels"]
+    assert b is not ids
+    (wide, same), _ = Call((x, ids), {}).fresh(torch.float64)
+    assert (wide.dtype, same.dtype) == (torch.float64, torch.long)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterable
@@ -276,12 +277,15 @@ class CapturedStep:
                 form.prepare()
         waits: list[str] = []
 
-        def capturable() -> Any:
-            result, found = self._surface.syncs(lambda: self._run(args, kwargs))
+        def own(*given: Any) -> Any:
+            return self._run(*given, own=True)
+
+        def capturable(*given: Any) -> Any:
+            result, found = self._surface.syncs(lambda: self._run(*given))
             waits.extend(found)
             return result
 
-        own, apart, problem = self._both(lambda: self._run(args, kwargs, own=True), capturable)
+        result, apart, problem = self._both((args, kwargs), own, capturable)
         if problem is not None:
             self._give_up(f"the capturable form of the optimizer fails ({problem})")
         elif apart is not None and self._agree(apart, FORM_TOLERANCE):
@@ -293,29 +297,31 @@ class CapturedStep:
             )
         elif apart is not None:
             self._noise, self._noise_runs = {}, NOISE_RUNS
-        return own
+        return result
 
     def _both(
-        self, first: Callable[[], Any], second: Callable[[], Any]
+        self, given: tuple[Any, Any], first: Callable[..., Any], second: Callable[..., Any]
     ) -> tuple[Any, dict[str, float] | None, str | None]:
         """Runs a step in two ways from the same state; the first result stands, to the bit.
 
         Returns it, how far the second ended from it, and why the second failed. An error of the first way is the
-        step's own, but for a lack of memory, which may be due to what is kept here: then the step runs plainly.
+        step's own, but for a lack of memory, which may be due to what is kept here: then the step runs plainly. The
+        second way gets copies of the batch, which the first may have written to.
         """
         saved = self._saved()
         if saved is None:
-            return first(), None, None
+            return first(*given), None, None
+        again = map_tensors(given, _copied)
         try:
-            result = first()
+            result = first(*given)
         except torch.OutOfMemoryError:
             saved.rewind()
             del saved
             self._give_up("there is no memory to check a graph beside the step itself")
-            return first(), None, None
+            return first(*again), None, None
         saved.swap()
         try:
-            other = second()
+            other = second(*again)
         except Exception as error:
             saved.take_first()
             return result, None, f"{type(error).__name__}: {_first_line(error)}"
@@ -376,7 +382,7 @@ class CapturedStep:
     def _verify(self, shape: Shape, args: Any, kwargs: Any) -> Any:
         """Runs a step eagerly and replays it from the same start; the eager result stands."""
         result, apart, problem = self._both(
-            lambda: self._run(args, kwargs), lambda: self._launch(shape, args, kwargs)
+            (args, kwargs), self._run, functools.partial(self._launch, shape)
         )
         if problem is not None:
             self._give_up(f"a replay fails ({problem})")
@@ -390,9 +396,7 @@ class CapturedStep:
 
     def _measure_noise(self, args: Any, kwargs: Any) -> Any:
         """Runs a step eagerly twice, to know how far apart that is."""
-        result, apart, problem = self._both(
-            lambda: self._run(args, kwargs), lambda: self._run(args, kwargs)
-        )
+        result, apart, problem = self._both((args, kwargs), self._run, self._run)
         noise = self._noise or {}
         if apart is not None:
             self._noise = {n: max(d, noise.get(n, 0.0)) for n, d in apart.items()}
@@ -457,6 +461,10 @@ def _surface(parts: Parts) -> Surface:
         return NoSurface(device, "parameters are on several devices")
     expected = device.type == "cpu"
     return NoSurface(device, f"devices of type {device.type} have no graphs", expected)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _detached(tree: Any) -> Any:

@@ -55,13 +55,20 @@ class Call(NamedTuple):
     loss: Callable[[Any], torch.Tensor] | None = None
 
     def fresh(self, dtype: torch.dtype | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the inputs as leaves of no graph; floating ones in `dtype` where it is given."""
+        """Returns copies of the inputs, as leaves of no graph; floating ones in `dtype` where it is given.
+
+        Copies, since a forward may write to its inputs; a tensor that is there twice stays one, as compiled code
+        looks for that.
+        """
+        made: dict[int, torch.Tensor] = {}
 
         def leaf(tensor: torch.Tensor) -> torch.Tensor:
-            new = tensor.detach()
-            if dtype is not None and new.is_floating_point():
-                new = new.to(dtype)
-            return new.requires_grad_(tensor.requires_grad)
+            if id(tensor) not in made:
+                new = tensor.detach().clone()
+                if dtype is not None and new.is_floating_point():
+                    new = new.to(dtype)
+                made[id(tensor)] = new.requires_grad_(tensor.requires_grad)
+            return made[id(tensor)]
 
         return map_tensors(self.args, leaf), map_tensors(self.kwargs, leaf)
 
