@@ -277,11 +277,11 @@ class CapturedStep:
                 form.prepare()
         waits: list[str] = []
 
-        def own(*given: Any) -> Any:
-            return self._run(*given, own=True)
+        def own(args: Any, kwargs: Any) -> Any:
+            return self._run(args, kwargs, own=True)
 
-        def capturable(*given: Any) -> Any:
-            result, found = self._surface.syncs(lambda: self._run(*given))
+        def capturable(args: Any, kwargs: Any) -> Any:
+            result, found = self._surface.syncs(lambda: self._run(args, kwargs))
             waits.extend(found)
             return result
 
