@@ -286,3 +286,22 @@ def test_the_cudnn_call_is_taken_if_it_is_right_and_faster(
     assert (folded.graph is not before) is taken
     assert done == ({"conv+relu in one call": 1} if taken else {})
     torch.testing.assert_close(folded(x), model(x))
+
+
+def test_a_forward_that_writes_to_its_input_is_folded_and_the_example_left() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(2, 2, 1), nn.BatchNorm2d(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return self.norm(self.conv(x))
+
+    model = trained(Writes())
+    x = torch.randn(3, 2, 4, 4)
+    before = x.clone()
+    folded = fold(model, x)
+    assert torch.equal(x, before)
+    assert folded.report.folded["conv+bn"] == 1
+    torch.testing.assert_close(folded(x.clone()), model(x.clone()), rtol=1e-4, atol=1e-5)

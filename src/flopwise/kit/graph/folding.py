@@ -105,6 +105,9 @@ def fold(
     if problem is not None:
         raise GraphError(f"{type(model).__name__} cannot be folded: {problem}")
     device = device_of(model)
+    example, keywords = map_tensors(
+        (example, keywords), lambda t: t.clone()
+    )  # a forward may write to it
     with torch.no_grad():
         graph = _exported(model, example, keywords, dynamic_batch)
         nodes_before, branches = passes.count_nodes(graph), passes.has_branches(graph)
@@ -250,7 +253,8 @@ def _errors(
     """Returns the errors against float64 before and after, whether the latter will do, and why not."""
 
     def outputs(module: Any, tree: tuple[Any, Any]) -> list[torch.Tensor]:
-        return [t for t in tensors_in(plain(module(*tree[0], **tree[1]))) if t.is_floating_point()]
+        args, kwargs = map_tensors(tree, lambda t: t.clone())
+        return [t for t in tensors_in(plain(module(*args, **kwargs))) if t.is_floating_point()]
 
     given = (example, keywords)
     old, new = outputs(model, given), outputs(result, given)
