@@ -810,3 +810,41 @@ def test_a_step_that_writes_to_its_batch(graphs: Any) -> None:
 
     assert_same(trained(True), trained(False))
     assert graphs.graphs[0].replays > 10
+
+
+def test_optimizers_that_are_named_count_if_they_step(graphs: Any) -> None:
+    """One that is given, one that the step names and steps, one that it reaches and does not step."""
+
+    def trained(captured: bool) -> nn.Module:
+        torch.manual_seed(3)
+        net = Net()
+
+        class Holder:
+            def __init__(self) -> None:
+                body = [*net.first.parameters(), *net.norm.parameters()]
+                self.body = torch.optim.SGD(body, lr=0.125, momentum=0.5, fused=True)
+                self.head = torch.optim.SGD(
+                    net.last.parameters(), lr=0.25, momentum=0.5, fused=True
+                )
+                self.unused = torch.optim.Adagrad(net.parameters())
+
+            def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                net.zero_grad()
+                loss = F.cross_entropy(net(x), y)
+                loss.backward()
+                self.body.step()
+                self.head.step()
+                return loss
+
+        holder = Holder()
+        step = (
+            CapturedStep(holder.step, net, holder.body, surface=graphs) if captured else holder.step
+        )
+        losses = run(step, batches(12))
+        holder.head.param_groups[0]["lr"] = 0.5
+        run(step, batches(20))
+        assert len(losses) == 12
+        return net
+
+    assert_same(trained(True), trained(False))
+    assert graphs.graphs[0].replays > 20

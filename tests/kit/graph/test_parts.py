@@ -46,13 +46,15 @@ def test_a_closure_and_the_functions_it_calls_lead_to_all_parts() -> None:
 
     found = parts_of(step)
     assert {id(m) for m in found.modules} == {id(net), id(ema), id(average)}
-    assert found.optimizers == [optimizer]
+    assert (found.optimizers, found.found) == ([], [optimizer])
     assert found.scalers == [scaler]
     assert found.generators == [generator]
     assert found.tensors[0] is table
     assert schedule in found.objects
     assert found.read() == {"alpha": 0.5}
-    assert parts_of(step, [net], [optimizer]).modules.count(net) == 1
+    given = parts_of(step, [net], [optimizer])
+    assert given.modules.count(net) == 1
+    assert (given.optimizers, given.found) == ([optimizer], [])
 
 
 def test_methods_partials_defaults_and_callables() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from flopwise.errors import GraphWarning
 from flopwise.kit.graph.buckets import Buckets
 from flopwise.kit.graph.forms import Form, applied
 from flopwise.kit.graph.guards import Guards, conditions, static_problem
-from flopwise.kit.graph.parts import Parts, Watch, parts_of
+from flopwise.kit.graph.parts import Watch, parts_of
 from flopwise.kit.graph.saved import Constants, Saved, distance, state_bytes, state_tensors
 from flopwise.kit.graph.shapes import Shape, StepReport, advice
 from flopwise.kit.graph.signature import Unseen, fill, plain_values, signature, sizes, static_copy
@@ -101,7 +102,7 @@ class CapturedStep:
         self._forms = [Form(o, self._scaled) for o in self._parts.optimizers]
         self._buckets, self._warm_up, self._verify_steps = buckets, warm_up, verify
         self._recheck, self._most_graphs, self._patience = recheck_every, most_graphs, patience
-        self._surface: Surface = surface or _surface(self._parts)
+        self._surface: Surface = surface or _surface(modules, optimizers)
         self._shapes: dict[Hashable, Shape] = {}
         self._last: Shape | None = None
         self._form_proven = False
@@ -248,7 +249,8 @@ class CapturedStep:
     def _look(self, shape: Shape, args: Any, kwargs: Any) -> Any:
         """Runs a step eagerly and gives up if it does in Python, or on the host, what no replay would do."""
         watch, constants = Watch(self._parts, self._surface.device), Constants(self._parts)
-        result, syncs = self._surface.syncs(lambda: self._run(args, kwargs))
+        with self._stepping():
+            result, syncs = self._surface.syncs(lambda: self._run(args, kwargs))
         changes = watch.changes()
         constants.leave_out()
         problem = next((p for p in (f.problem() for f in self._forms) if p), None)
@@ -265,6 +267,26 @@ class CapturedStep:
         if missing is not None and self._calls >= self._patience:
             self._give_up(missing)
         return result
+
+    @contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """Takes the optimizers among those found that make a step in the block for parts of the step."""
+        made: list[Optimizer] = []
+        handles = [
+            o.register_step_post_hook(lambda optimizer, *_: made.append(optimizer))
+            for o in self._parts.found
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        for optimizer in dict.fromkeys(made):
+            self._parts.found.remove(optimizer)
+            self._parts.optimizers.append(optimizer)
+            self._forms.append(Form(optimizer, self._scaled))
+            self._form_proven = False
+        self._parts.refresh()
 
     def _refuse_waits(self, syncs: list[str]) -> None:
         if syncs:
@@ -451,9 +473,10 @@ class CapturedStep:
         )
 
 
-def _surface(parts: Parts) -> Surface:
-    """Returns what can capture the steps of these parts."""
-    devices = {p.device for p in parts.parameters()}
+def _surface(modules: list[nn.Module], optimizers: list[Optimizer]) -> Surface:
+    """Returns what can capture the steps that train these."""
+    devices = {p.device for m in modules for p in m.parameters()}
+    devices |= {p.device for o in optimizers for g in o.param_groups for p in g["params"]}
     device = next(iter(devices), torch.device("cpu"))
     if len(devices) == 1 and device.type == "cuda":
         return CudaSurface(device)

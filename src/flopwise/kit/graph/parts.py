@@ -28,6 +28,9 @@ class Parts:
 
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
+    found: list[Optimizer] = field(
+        default_factory=list
+    )  # named somewhere; whether they step is not known
     scalers: list[Any] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
     generators: list[torch.Generator] = field(default_factory=list)
@@ -82,9 +85,15 @@ def parts_of(
     scalers: Iterable[Any] = (),
     state: Iterable[Any] = (),
 ) -> Parts:
-    """Returns what is given, and what the step's closure, globals and object (a bound method's) lead to."""
+    """Returns what is given, and what the step's closure, globals and object (a bound method's) lead to.
+
+    Optimizers that are not given are `found`: the step may name them without stepping them.
+    """
     found, seen = Parts(), set[int]()
-    for thing in (*modules, *optimizers, *scalers, *state):
+    given = list(optimizers)
+    found.optimizers += given
+    seen |= {id(optimizer) for optimizer in given}
+    for thing in (*modules, *scalers, *state):
         _visit(thing, "", found, seen, 0)
     _walk(step, found, seen, 0)
     return found
@@ -98,7 +107,7 @@ def _sort(thing: Any, name: str, found: Parts, seen: set[int]) -> bool:
     if isinstance(thing, nn.Module):
         found.modules.append(thing)
     elif isinstance(thing, Optimizer):
-        found.optimizers.append(thing)
+        found.found.append(thing)
     elif is_scaler(thing):
         found.scalers.append(thing)
     elif isinstance(thing, torch.Tensor):
@@ -238,7 +247,7 @@ class Watch:
             for path, module in root.named_modules():
                 kind = f"{type(root).__name__}{'.' if path else ''}{path}"
                 seen.update((f"{kind}.{n}", v) for n, v in _values(vars(module)))
-        for k, optimizer in enumerate(self._parts.optimizers):
+        for k, optimizer in enumerate([*self._parts.optimizers, *self._parts.found]):
             kind = type(optimizer).__name__
             own = {n: v for n, v in vars(optimizer).items() if n not in _TORCH_COUNTS}
             seen.update((f"{kind}.{n}", v) for n, v in _values(own))
