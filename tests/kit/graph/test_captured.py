@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -848,3 +849,26 @@ def test_optimizers_that_are_named_count_if_they_step(graphs: Any) -> None:
 
     assert_same(trained(True), trained(False))
     assert graphs.graphs[0].replays > 20
+
+
+def test_moving_a_batch_from_the_host_is_no_wait_of_the_step(graphs: Any) -> None:
+    """The surface is taken for another device than the batch's; only the look is of interest."""
+    net, optimizer, inner = training(torch.optim.SGD, lr=0.125, fused=True)
+    here = [
+        k
+        for k, line in enumerate(Path(__file__).read_text("utf-8").splitlines(), 1)
+        if line.endswith("# move")
+    ]
+    graphs.waits = [f"{__file__}:{here[0]}"]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return inner(x.to("cpu"), y)  # move
+
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    graphs.device = torch.device("cpu", 0)
+    run(captured, batches(12))
+    assert captured.report().reason is None
+    graphs.device = torch.device("cpu")
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    with pytest.warns(GraphWarning, match="makes the host wait"):
+        run(captured, batches(12))

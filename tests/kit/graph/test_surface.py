@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from flopwise.kit.graph.surface import CudaSurface, NoSurface
+from flopwise.kit.graph.surface import CudaSurface, NoSurface, is_move
 
 
 class Device:
@@ -194,3 +194,10 @@ def test_waits_are_told_with_their_lines_and_other_warnings_come_through(monkeyp
 
 def test_no_surface_says_why() -> None:
     assert NoSurface(torch.device("cpu"), "no graphs").problem() == "no graphs"
+
+
+def test_a_move_of_a_batch_is_told_from_other_waits(tmp_path: Any) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("x = x.to(device)\ny = y.cuda()\nprint(loss.item())\n", encoding="utf-8")
+    assert [is_move(f"{script}:{line}") for line in (1, 2, 3, 9)] == [True, True, False, False]
+    assert not is_move("nowhere")

@@ -21,7 +21,7 @@ from flopwise.kit.graph.parts import Watch, parts_of
 from flopwise.kit.graph.saved import Constants, Saved, distance, state_bytes, state_tensors
 from flopwise.kit.graph.shapes import Shape, StepReport, advice
 from flopwise.kit.graph.signature import Unseen, fill, plain_values, signature, sizes, static_copy
-from flopwise.kit.graph.surface import CudaSurface, NoSurface, Surface
+from flopwise.kit.graph.surface import CudaSurface, NoSurface, Surface, is_move
 from flopwise.kit.nested import map_tensors, tensors_in
 
 #: A replay may differ from eager by so many times what two eager runs of one step differ by.
@@ -261,7 +261,9 @@ class CapturedStep:
         elif problem is not None:
             self._give_up(problem)
         elif self._form_proven or not self._scaled:
-            self._refuse_waits(syncs)  # a scaler may wait in the optimizer's own form only
+            self._refuse_waits(
+                syncs, (args, kwargs)
+            )  # a scaler may wait in the optimizer's own form only
         missing = next((w for w in (f.waiting() for f in self._forms) if w), None)
         shape.looked = missing is None
         if missing is not None and self._calls >= self._patience:
@@ -288,9 +290,12 @@ class CapturedStep:
             self._form_proven = False
         self._parts.refresh()
 
-    def _refuse_waits(self, syncs: list[str]) -> None:
-        if syncs:
-            self._give_up(f"the step makes the host wait for the device, at {', '.join(syncs[:3])}")
+    def _refuse_waits(self, waits: list[str], given: tuple[Any, Any]) -> None:
+        """Gives up where the step waits; not where it moves a batch from the host, which graphs have on the device."""
+        if any(t.device != self._surface.device for t in tensors_in(given)):
+            waits = [place for place in waits if not is_move(place)]
+        if waits:
+            self._give_up(f"the step makes the host wait for the device, at {', '.join(waits[:3])}")
 
     def _prove_form(self, args: Any, kwargs: Any) -> Any:
         """Runs a step in the optimizers' own form and in the capturable one, and compares; the own result stands."""
@@ -312,7 +317,7 @@ class CapturedStep:
             self._give_up(f"the capturable form of the optimizer fails ({problem})")
         elif apart is not None and self._agree(apart, FORM_TOLERANCE):
             self._form_proven = True
-            self._refuse_waits(waits)
+            self._refuse_waits(waits, (args, kwargs))
         elif apart is not None and self._noise is not None:
             self._give_up(
                 f"the optimizer's capturable form differs from its own: {self._worst(apart)}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import linecache
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -237,3 +239,10 @@ class CudaSurface:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device)
+
+
+def is_move(place: str) -> bool:
+    """Whether the line of code at a place (file:line) moves something to a device."""
+    name, _, line = place.rpartition(":")
+    text = linecache.getline(name, int(line)) if line.isdigit() else ""
+    return re.search(r"\.(to|cuda)\(", text) is not None
