@@ -12,7 +12,11 @@ FlopwiseError                 anything that is ours to explain; the command line
 │   └── SourceConflict        two files are of the same rank
 ├── LedgerError               a trace has nothing that a ledger could be made of (diagnosis.ledger.build)
 ├── ComparisonError           there is nothing to compare at a path (diagnosis.comparison.sides)
-└── AttachError               a hook that the meter leans on is not there in this torch
+├── AttachError               a hook that the meter leans on is not there in this torch
+└── PrecisionError            a precision cannot be used as asked (kit.precision)
+
+FlopwiseWarning               something works, but not as one would think: said once
+└── PrecisionWarning          a precision does not take effect, or numbers may suffer from it (kit.precision)
 
 A message says where, what was seen, what still holds, and what to do.
 """
@@ -52,3 +56,15 @@ class PlanError(FlopwiseError):
 
 class AttachError(FlopwiseError):
     """A hook that the meter leans on is not there in this torch."""
+
+
+class PrecisionError(FlopwiseError):
+    """A precision cannot be used as asked, or its protocol was broken in a way that would give wrong numbers."""
+
+
+class FlopwiseWarning(UserWarning):
+    """Something works, but not as one would think: said once."""
+
+
+class PrecisionWarning(FlopwiseWarning):
+    """A precision does not take effect, or numbers may suffer from it."""

@@ -1,0 +1,141 @@
+"""When steps are skipped in a row: who is not finite first, and what that means."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from flopwise.errors import PrecisionWarning
+from flopwise.kit.nested import tensors_in
+from flopwise.kit.precision.late import Known
+
+if TYPE_CHECKING:
+    from flopwise.kit.precision.scaler import DynamicScaler
+
+#: Names that are written out in a message.
+_SHOWN = 3
+
+
+def names_of(model: nn.Module | None) -> dict[int, str]:
+    """Returns the names of a model's parameters by identity."""
+    return {} if model is None else {id(p): name for name, p in model.named_parameters()}
+
+
+def raise_alarm(scaler: DynamicScaler, known: Known, bad: list[str]) -> None:
+    """Warns that steps are being skipped, naming the parameters whose gradients are not finite.
+
+    Backward goes from the loss to the input, so of parameters in the order of the model the last one is reached first.
+    """
+    if bad:
+        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+        whose = (
+            f"Not finite: the gradients of {', '.join(reversed(bad[-_SHOWN:]))}{more}; backward reaches {bad[-1]} first."
+        )
+    else:
+        whose = "The gradients of this step are gone already (zero_grad before update), so no parameter can be named."
+    follows = (
+        "The next forward is looked at, and what is first not finite in it will be said."
+        if scaler._model is not None
+        else "With DynamicScaler(model=...) the module is named, too."
+    )
+    at_floor = (
+        " The scale is at its floor: a smaller one would not help."
+        if known.scale is not None and known.scale <= scaler.min_scale
+        else ""
+    )
+    warnings.warn(
+        f"{known.in_a_row} optimizer steps in a row were skipped ({known.skipped} of {known.updates} in all), the scale fell "
+        f"to {(known.scale or 0) * scaler.get_backoff_factor():g}.{at_floor} {whose} {follows} The scale is a symptom: keep the "
+        "operation that overflows in float32, or use bfloat16.",
+        PrecisionWarning,
+        stacklevel=4,
+    )
+
+
+def report(scaler: DynamicScaler, known: Known | None, scheduler: Any) -> str:
+    """Returns updates, skips, scale, reviews and what a scheduler did meanwhile, as lines."""
+    if known is None:
+        return "no update yet"
+    lines = [
+        f"{known.updates} updates, {known.skipped} skipped, scale {scaler.get_scale():g} "
+        f"(headroom {scaler.headroom:g} under 65504)"
+        if scaler.schedule == "magnitude"
+        else f"{known.updates} updates, {known.skipped} skipped, scale {scaler.get_scale():g}"
+    ]
+    lines += [str(review) for review in list(known.reviews)[-3:]]
+    advanced = int(getattr(scheduler, "_step_count", 1)) - 1
+    ahead = advanced - (known.updates - known.skipped)
+    if scheduler is not None and known.skipped and ahead > 0:
+        base = getattr(scheduler, "base_lrs", [0.0])[0]
+        now = scheduler.get_last_lr()[0]
+        lines.append(
+            f"skipped steps {known.skipped}/{known.updates}: the scheduler advanced {ahead} times without an update, "
+            f"learning rate {base:g} to {now:g}. Use scaler.advance(scheduler)."
+        )
+    return "\n".join(lines)
+
+
+class ForwardTrace:
+    """Watches one forward and its backward, module by module, and tells where values first stop being finite.
+
+    Flags stay on the device until `words` reads them. The hooks are gone after that one pass.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.done = False
+        self._forward: list[tuple[str, str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self._backward: list[tuple[str, torch.Tensor]] = []
+        self._root = weakref.ref(model)
+        self._handles = [
+            module.register_forward_hook(self._hook(name)) for name, module in model.named_modules()
+        ]
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            outs = [t for t in tensors_in(output) if t.is_floating_point()]
+            ins = [t for t in tensors_in(args) if t.is_floating_point()]
+            if not outs:
+                return
+            with torch.no_grad():
+                biggest = torch.stack([t.detach().abs().amax().float() for t in ins]).amax() if ins else torch.zeros(())
+                self._forward.append((name, type(module).__name__, _finite(ins), _finite(outs), biggest))
+            for out in outs:
+                if out.requires_grad:
+                    out.register_hook(lambda grad: self._backward.append((name, _finite([grad]))))
+            if module is self._root():
+                self.done = True
+                self._remove()
+
+        return look
+
+    def _remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def words(self) -> str:
+        """Returns where values first were not finite; reads the device."""
+        self._remove()
+        for name, kind, ins, outs, biggest in self._forward:
+            if not bool(outs):
+                seen = f"its inputs are finite, up to {float(biggest):.4g}" if bool(ins) else "its inputs were not finite either"
+                return f"First non-finite in forward: the output of {name or 'the model'} ({kind}); {seen}."
+        for name, finite in self._backward:
+            if not bool(finite):
+                return (
+                    "Forward is finite in every module; first non-finite in backward: the gradient of the output of "
+                    f"{name or 'the model'}. The loss, or what lies between it and this module, makes it."
+                )
+        return "In the step that was looked at, outputs and gradients of all modules were finite."
+
+
+def _finite(tensors: list[torch.Tensor]) -> torch.Tensor:
+    if not tensors:
+        return torch.ones((), dtype=torch.bool)
+    return torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all()
