@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from flopwise.errors import PrecisionWarning
 from flopwise.kit.nested import tensors_in
 from flopwise.kit.precision.late import Known
+from flopwise.kit.precision.saying import warn
 
 if TYPE_CHECKING:
     from flopwise.kit.precision.scaler import DynamicScaler
@@ -48,12 +47,10 @@ def raise_alarm(scaler: DynamicScaler, known: Known, bad: list[str]) -> None:
         if known.scale is not None and known.scale <= scaler.min_scale
         else ""
     )
-    warnings.warn(
+    warn(
         f"{known.in_a_row} optimizer steps in a row were skipped ({known.skipped} of {known.updates} in all), the scale fell "
         f"to {(known.scale or 0) * scaler.get_backoff_factor():g}.{at_floor} {whose} {follows} The scale is a symptom: keep the "
-        "operation that overflows in float32, or use bfloat16.",
-        PrecisionWarning,
-        stacklevel=4,
+        "operation that overflows in float32, or use bfloat16."
     )
 
 

@@ -22,7 +22,16 @@ class Once:
         """Warns with the message, unless something was said under this key before."""
         if key not in self._said:
             self._said.add(key)
-            warnings.warn(message, PrecisionWarning, stacklevel=3)
+            warn(message)
+
+
+def warn(message: str) -> None:
+    """Warns with the message at the user's line that led here."""
+    place = users_place(sys._getframe(1))
+    if place is None:
+        warnings.warn(message, PrecisionWarning, stacklevel=3)
+    else:
+        warnings.warn_explicit(message, PrecisionWarning, *place)
 
 
 def users_line(frame: FrameType | None = None) -> str | None:

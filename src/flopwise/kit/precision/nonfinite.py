@@ -1,0 +1,234 @@
+"""Where a step first stops being finite: the op, its module and line, what went in, and what would cure it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from flopwise.flops.zero import VIEWS
+from flopwise.kit.nested import tensors_in
+from flopwise.kit.precision.causes import Event, Range, explain, fills
+from flopwise.kit.precision.saying import users_line
+from flopwise.kit.precision.watching import Where, current_node, forward_line, modules_of
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """The first values of a step that are not finite where they should be."""
+
+    phase: str  # "input" | "forward" | "backward"
+    value: str  # "NaN" | "inf" | "-inf"
+    op: str  # "softmax", "sum"; for an input its name
+    module: str | None  # None outside of all modules; "" is the model itself
+    line: str | None  # file:line of the forward op in the user's code
+    dtype: str
+    inputs: str  # shapes, dtypes and ranges of what went into the op
+    loss_finite: bool | None  # None if no loss was seen
+    cause: str
+    cure: str
+
+    def __str__(self) -> str:
+        at = f" at {self.line}" if self.line else ""
+        whose = f" of {self.module or 'the model'}" if self.module is not None else ""
+        if self.phase == "input":
+            return f"{self.value} is in {self.op} before the step computes anything. {self.cause} {self.cure}"
+        head = f"First {self.value} in {self.phase}: {self.op}{whose}{at}, in {self.dtype}; went in: {self.inputs}."
+        if self.phase == "backward" and self.loss_finite:
+            head += " The loss was finite: watching the loss would have missed it."
+        return f"{head} {self.cause} {self.cure}"
+
+
+def find_nonfinite(step: Callable[..., Any] | nn.Module, *batch: Any, module: nn.Module | None = None) -> NonFinite | None:
+    """Replays one step and returns where it first is not finite, None if all of it is finite.
+
+    Args:
+        step: a function that makes forward and backward (no optimizer step); or a module, which is called with the batch.
+            A module's loss is its scalar output, `.loss` or `["loss"]`, else the sum of its outputs.
+        batch: arguments of the step.
+        module: the model, for names; by default the step if that is one.
+
+    Gradients, buffers and the state of the random numbers are afterwards as before. Every op is read: this is slow,
+    and made for one step. Compiled modules run eagerly.
+    """
+    root = module if module is not None else (step if isinstance(step, nn.Module) else None)
+    names = {t.data_ptr(): f"parameter {n}" for n, t in root.named_parameters()} if root is not None else {}
+    if root is not None:
+        names.update({t.data_ptr(): f"buffer {n}" for n, t in root.named_buffers() if t.numel()})
+    with _kept(root), torch.compiler.set_stance("force_eager"), modules_of(root) as where:
+        watch = _Watch(where, names)
+        came_in = _in_batch(batch)
+        with torch.autograd.set_detect_anomaly(True, check_nan=False), watch:
+            _run(step, batch, watch)
+    return came_in or watch.result()
+
+
+def _run(step: Callable[..., Any] | nn.Module, batch: tuple[Any, ...], watch: _Watch) -> None:
+    try:
+        out = step(*batch)
+        if isinstance(step, nn.Module):
+            loss = _loss(out)
+            if loss is not None:
+                watch.loss_finite = _finite(loss)
+                loss.backward()
+    except RuntimeError:
+        if not watch.events:  # a later op may refuse what the first one made
+            raise
+
+
+def _loss(out: Any) -> torch.Tensor | None:
+    named = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(named, torch.Tensor) and named.requires_grad:
+        return named
+    outs = [t for t in tensors_in(out) if t.is_floating_point() and t.requires_grad]
+    if not outs:
+        return None
+    return outs[0] if len(outs) == 1 and outs[0].dim() == 0 else torch.stack([t.float().sum() for t in outs]).sum()
+
+
+def _in_batch(batch: tuple[Any, ...]) -> NonFinite | None:
+    for i, tensor in enumerate(tensors_in(batch)):
+        if _has_nan_or_inf(tensor):
+            value = "NaN" if bool(torch.isnan(tensor).any()) else "inf"
+            return NonFinite(
+                "input", value, f"tensor {i} of the batch ({Range.of(tensor)})", None, None, _name(tensor.dtype), "", None,
+                "The data are at fault, not the precision.", "Look at the sample and its decoding.",
+            )  # fmt: skip
+    return None
+
+
+class _Watch(TorchDispatchMode):
+    """Looks at every op's inputs and results until enough is known."""
+
+    def __init__(self, where: Where, names: dict[int, str]) -> None:
+        super().__init__()
+        self._where, self._names = where, names
+        self.events: list[Event] = []
+        self.loss_finite: bool | None = None
+        self._tainted: set[int] = set()  # storages that hold what an op here made non-finite
+        self._came_in: NonFinite | None = None
+        self._backward_seen = False
+        self._last_scalar: torch.Tensor | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.rpartition("::")[2]
+        if name in VIEWS or name.rstrip("_") in VIEWS:
+            return func(*args, **kwargs)
+        node = current_node()
+        self._phase(node)
+        # In backward the first gradient that is not finite is enough.
+        done = any(e.phase == "backward" for e in self.events)
+        ins = [] if done else [t.detach().clone() if name.endswith("_") else t for t in _floats((args, kwargs))]
+        out = func(*args, **kwargs)
+        if not done:
+            self._look(name, ins, args, _floats(out), node)
+        return out
+
+    def _phase(self, node: Any) -> None:
+        if node is not None and not self._backward_seen:
+            self._backward_seen = True
+            if self.loss_finite is None and self._last_scalar is not None:
+                self.loss_finite = _finite(self._last_scalar)
+
+    def _look(self, name: str, ins: list[torch.Tensor], args: Any, outs: list[torch.Tensor], node: Any) -> None:
+        if node is None and outs and outs[0].dim() == 0:
+            self._last_scalar = outs[0].detach()
+        self._arrivals(ins)
+        bad = next((t for t in outs if not _finite(t)), None)
+        if bad is None:
+            self._tainted.difference_update(_storage(t) for t in outs)
+            return
+        self._tainted.update(_storage(t) for t in outs)
+        if fills(name) or (node is None and any(not _finite(t) for t in ins) and not _adds_nan(bad, ins)):
+            return
+        if node is not None and not self._relevant(bad):
+            return
+        has_nan = bool(torch.isnan(bad).any())
+        value = "NaN" if has_nan else ("-inf" if not bool((bad == float("inf")).any()) else "inf")
+        self.events.append(
+            Event(
+                "forward" if node is None else "backward", value, name.strip("_"), self._where.module(),
+                users_line() if node is None else forward_line(node), _name(bad.dtype),
+                tuple(Range.of(t) for t in ins), None if node is None else type(node).__name__, ins, args,
+            )  # fmt: skip
+        )
+
+    def _relevant(self, bad: torch.Tensor) -> bool:
+        """Whether a non-finite value in backward says something: after a loss that was not finite, all of them do not."""
+        return self.loss_finite is not False
+
+    def _arrivals(self, ins: list[torch.Tensor]) -> None:
+        for tensor in ins:
+            if self._came_in is None and not self.events and _storage(tensor) not in self._tainted and _has_nan_or_inf(tensor):
+                known = self._names.get(tensor.data_ptr(), f"a tensor made before the step ({Range.of(tensor)})")
+                value = "NaN" if bool(torch.isnan(tensor).any()) else "inf"
+                self._came_in = NonFinite(
+                    "input", value, known, self._where.module(), users_line(), _name(tensor.dtype), "", None,
+                    "It is the result of an earlier step." if known.startswith("parameter") else "This step did not make it.",
+                    "Go back to a checkpoint before it, and look at the optimizer (half-precision weights without a float32 "
+                    "master copy?)." if known.startswith("parameter") else "Look at where it is made.",
+                )  # fmt: skip
+
+    def result(self) -> NonFinite | None:
+        if self._came_in is not None:
+            return self._came_in
+        event, cause, cure = explain(self.events, self.loss_finite)
+        if event is None:
+            return None
+        return NonFinite(
+            event.phase, event.value, event.op, event.module, event.line, event.dtype,
+            ", ".join(map(str, event.ranges)) or "nothing", self.loss_finite, cause, cure,
+        )  # fmt: skip
+
+
+@contextmanager
+def _kept(root: nn.Module | None) -> Iterator[None]:
+    """Puts gradients, buffers and random numbers back afterwards."""
+    params = list(root.parameters()) if root is not None else []
+    buffers = list(root.buffers()) if root is not None else []
+    grads, values = [p.grad for p in params], [b.detach().clone() for b in buffers]
+    for p in params:
+        p.grad = None
+    devices = sorted({p.device.index or 0 for p in params if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for p, grad in zip(params, grads, strict=True):
+            p.grad = grad
+        with torch.no_grad():
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
+
+
+def _floats(tree: Any) -> list[torch.Tensor]:
+    return [t for t in tensors_in(tree) if t.is_floating_point() and t.numel()]
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor.detach()).all())
+
+
+def _has_nan_or_inf(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has NaN or +inf: -inf alone is what masks are made of."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return False
+    return bool((torch.isnan(tensor) | (tensor == float("inf"))).any())
+
+
+def _adds_nan(bad: torch.Tensor, ins: list[torch.Tensor]) -> bool:
+    return bool(torch.isnan(bad).any()) and not any(bool(torch.isnan(t).any()) for t in ins)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
