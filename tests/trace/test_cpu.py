@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -129,3 +130,50 @@ def test_a_trace_with_nothing_in_it_is_one_error(timeline: Any) -> None:
     timeline.mark(0, 0, 10)
     with pytest.raises(LedgerError, match="no kernel or copy"):
         ledger(timeline.read())
+
+
+class TestElsewhere:
+    """A trace without kernels is not always one of a CPU."""
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "aten::cudnn_convolution",
+            "aten::miopen_batch_norm",
+            "aten::_flash_attention_forward",
+            "aten::_scaled_dot_product_efficient_attention_backward",
+            "nccl:all_reduce",
+        ],
+    )
+    def test_operators_that_a_cpu_does_not_have(self, timeline: Any, name: str) -> None:
+        looped(timeline).op(name, 20, 30)
+        with pytest.raises(LedgerError, match="no job on a CPU: it has 1 times " + name):
+            ledger(timeline.read())
+
+    @pytest.mark.parametrize("call", ["cudaLaunchKernel", "runFunction - job", "hipMemcpyAsync"])
+    def test_calls_that_give_a_device_work(self, timeline: Any, call: str) -> None:
+        looped(timeline).call(call, 20, 3)
+        with pytest.raises(LedgerError, match="1 calls that give a device work"):
+            ledger(timeline.read())
+
+    def test_the_backend_of_its_ranks(self, timeline: Any) -> None:
+        trace = looped(timeline).read()
+        header = {"distributedInfo": {"backend": "nccl", "rank": 0}}
+        with pytest.raises(LedgerError, match="backend of its ranks, nccl"):
+            ledger(dataclasses.replace(trace, header=header))
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "aten::cudnn_is_acceptable",
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+            "gloo:all_reduce",
+        ],
+    )
+    def test_what_a_cpu_has_raises_no_alarm(self, timeline: Any, name: str) -> None:
+        """A CUDA build waits for its device at the end of a profile whether it was used or not."""
+        looped(timeline).op(name, 20, 30)
+        timeline.call("cudaDeviceSynchronize", 60, 3)
+        header = {"distributedInfo": {"backend": "cpu:gloo,cuda:nccl", "rank": 0}}
+        assert ledger(dataclasses.replace(timeline.read(), header=header)).device_name == "CPU"

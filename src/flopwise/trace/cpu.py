@@ -1,11 +1,17 @@
 """A job on a CPU: its operators are the work, and the threads that run them are the device.
 
+A trace of a job on another device, without that device's work in it, looks the same; `elsewhere` tells it.
+
 An operator's own time is its range without the operators that it calls. It counts as work where the operator has a formula and
 none that it calls has one, where it calls none but views, or where it takes longer itself than all that it calls; what is left is
 dispatch and Python. Collectives that threads of the host carry out (Gloo's) are work of another class: communication.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +29,31 @@ from flopwise.trace.steps import Steps, marks, optimizer_calls
 from flopwise.trace.table import Events, Mask
 
 DEVICE = -1  # stands for the CPU where a device is numbered
+
+#: Operators and ranges that only a device other than the CPU has. Source: aten/src/ATen/native/native_functions.yaml of torch 2.13
+#: (their dispatch keys name no CPU; what asks whether cuDNN would do is asked on a CPU too), and what ProcessGroupNCCL calls its ranges.
+_OFF_CPU = re.compile(
+    r"aten::(?:_?cudnn_(?!is_acceptable)|miopen_|_miopen_|_mps_|_flash_attention_|_efficient_attention_|_cslt_)|"
+    r"aten::_scaled_dot_product_(?:flash_attention|efficient_attention|cudnn_attention)(?:_backward)?$|"
+    r"nccl:|hccl:"
+)
+#: Calls that give a device work, of any runtime. `cudaMemcpy`, `runFunction`, `enqueueCommand` are such, `cudaDeviceSynchronize` is not.
+_GIVES_WORK = re.compile(r"launch|memcpy|memset|runfunction|enqueue", re.IGNORECASE)
+
+
+def elsewhere(events: Events, header: Mapping[str, Any]) -> str | None:
+    """Returns what shows that the operators ran on a device that is not in the trace, or None: then it is a job on a CPU."""
+    calls = np.flatnonzero(events.of(Kind.RUNTIME) & events.names_where(_GIVES_WORK.search))
+    if len(calls):
+        return f"{len(calls)} calls that give a device work ({events.name_of(int(calls[0]))})"
+    named = events.of(Kind.OP, Kind.ANNOTATION) & events.names_where(_OFF_CPU.match)
+    rows = np.flatnonzero(named)
+    if len(rows):
+        return f"{len(rows)} times {events.name_of(int(rows[0]))}, which a CPU does not have"
+    distributed = header.get("distributedInfo")
+    backend = distributed.get("backend") if isinstance(distributed, dict) else None
+    # `cpu:gloo,cuda:nccl` is what ranks on CPUs have, too, where the script names no backend.
+    return f"the backend of its ranks, {backend}" if backend in ("nccl", "hccl") else None
 
 
 def work(events: Events) -> Launches:

@@ -103,11 +103,12 @@ class Pieces:
                         raise self._endless(self._at, len(buffer))
                     continue
                 assert separator is not None
-                body, buffer = buffer[: cut + 1], buffer[cut + len(separator) - 1 :]
+                text = b"".join((b"[", memoryview(buffer)[: cut + 1], b"]"))
+                buffer = buffer[cut + len(separator) - 1 :]
                 start = self._at
                 self._at += cut + len(separator) - 1
                 self._start, self._carry = start, b""
-                yield b"[" + body + b"]"
+                yield text
                 if len(self._carry) > LONGEST_BYTES // 4:
                     raise self._endless(start, len(self._carry))
                 if self._carry:  # the piece ended within an event

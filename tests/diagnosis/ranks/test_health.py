@@ -224,6 +224,16 @@ class TestDefectsOf:
         timeline.kernel("k", 10, -5, at=1)
         assert {*found(timeline)["H116"].withholds} == {*TIMES, *CALLS}
 
+    def test_operators_of_a_device_that_was_not_recorded(self, timeline: Any) -> None:
+        timeline.op("aten::cudnn_convolution", 10, 20)
+        one = found(timeline)["H116"]
+        assert {*one.withholds} == {*TIMES, *CALLS}
+        assert "no job on a CPU" in one.evidence
+
+    def test_operators_of_a_cpu(self, timeline: Any) -> None:
+        timeline.op("aten::mm", 10, 20)
+        assert found(timeline) == {}
+
     def test_nothing_at_all(self, timeline: Any) -> None:
         assert found(timeline) == {}
 
@@ -311,6 +321,11 @@ class TestAcross:
     def test_ends_that_stay_apart(self, offset: tuple[float, float]) -> None:
         one = between(rank(0), rank(1), offsets={0: (0.0, 0.0), 1: offset})["H204"]
         assert one.withholds == ["waits", "stragglers"]
+
+    def test_ends_that_stay_apart_by_a_small_part_of_the_waiting(self) -> None:
+        offsets = {0: (0.0, 0.0), 1: (0.0, 3e6)}
+        assert "H204" not in between(rank(0), rank(1), offsets=offsets, apart={0: 8e7, 1: 8e7})
+        assert "H204" in between(rank(0), rank(1), offsets=offsets, apart={0: 5e7, 1: 5e7})
 
     def test_a_clock_that_nothing_aligns(self) -> None:
         one = between(rank(0), rank(1), offsets={0: (0.0, 0.0)})["H204"]

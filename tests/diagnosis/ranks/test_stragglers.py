@@ -22,6 +22,7 @@ def job(
     n: int = 20,
     kernels: list[dict[str, tuple[float, float]]] | None = None,
     sm_mhz: list[float | None] | None = None,
+    device: int = 0,
 ) -> list[Straggler]:
     """A job of one call a step, to which each rank comes so late; all leave it together, 50 after the last."""
     world = len(late_us)
@@ -37,7 +38,7 @@ def job(
             for k in range(n)
         ]
         fields: dict[str, Any] = {"kernels": kernels[r]} if kernels else {}
-        fields["sm_mhz"] = sm_mhz[r] if sm_mhz else None
+        fields |= {"sm_mhz": sm_mhz[r] if sm_mhz else None, "device": device}
         ranks.append(
             rank(r, calls, world=world, steps=[STEP_US * k for k in range(n + 1)], **fields)
         )
@@ -82,6 +83,7 @@ USUAL = {"gemm": (2.0, 100.0), "add": (4.0, 10.0)}
     [
         (SLOW, "clock"),  # all its kernels are slower alike
         ({"gemm": (2.0, 140.0), "add": (4.0, 10.0)}, "kernels"),
+        ({"gemm": (2.0, 100.0), "add": (4.0, 40_000.0)}, "kernels"),  # most of its time is one's
         ({"gemm": (3.0, 100.0), "add": (4.0, 10.0)}, "work"),
         ({**USUAL, "extra": (1.0, 80.0)}, "work"),
         (USUAL, "not known"),  # as much, and as fast: only at another time
@@ -109,6 +111,12 @@ def test_a_clock_that_was_read_tells_it_from_more_work(
     before = [{"compute": 100.0}, {"compute": 100.0}, {"compute": 400.0}]
     (found,) = job(rank, [0, 0, 300], before, kernels=[USUAL, USUAL, SLOW], sm_mhz=sm_mhz)
     assert found.reason == reason
+
+
+def test_on_a_cpu_operators_that_are_slower_alike_are_no_clock(rank: Any) -> None:
+    before = [{"compute": 100.0}, {"compute": 100.0}, {"compute": 400.0}]
+    (found,) = job(rank, [0, 0, 300], before, kernels=[USUAL, USUAL, SLOW], device=-1)
+    assert found.reason == "kernels"
 
 
 def test_who_is_last_most_often_is_not_named_for_that(rank: Any) -> None:

@@ -158,6 +158,9 @@ def take(trace: Trace, device: int | None, given: Given, *, peel: bool = True) -
     events = sifted.events
     found = devices(events)
     if not found and not sifted.work and device is None:
+        shown = cpu.elsewhere(trace.events, trace.header)
+        if shown is not None:
+            raise LedgerError(_not_recorded(trace, shown))
         taken = _take_cpu(trace, given)
         if taken is not None:
             return taken
@@ -262,6 +265,14 @@ def _take_cpu(trace: Trace, given: Given) -> Taken | None:
             whole.idle_ns / span_ns,
         ),
         given=given,
+    )
+
+
+def _not_recorded(trace: Trace, shown: str) -> str:
+    return (
+        f"{trace.path}: no kernel or copy of a device is in it, but it is no job on a CPU: it has {shown}. Its operators' times are "
+        "those of the host that launches, not of the work. Record it with device activities (ProfilerActivity.CUDA; profilers of "
+        "CUDA, ROCm and XPU devices are read)"
     )
 
 

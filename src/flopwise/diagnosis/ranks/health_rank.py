@@ -17,7 +17,7 @@ from flopwise.diagnosis.ledger.soundness import (
 )
 from flopwise.diagnosis.ranks.health_rules import defect
 from flopwise.records.job import Defect
-from flopwise.trace import health
+from flopwise.trace import cpu, health
 from flopwise.trace.chrome import Trace
 from flopwise.trace.families import communicates
 from flopwise.trace.health import Sifted
@@ -166,6 +166,15 @@ def _of_file(trace: Trace, sifted: Sifted) -> Iterator[Defect]:
             f"none of the {sifted.work} kernels and copies can be used: {reasons}",
             count=sifted.work,
             of=sifted.work,
+            calls=True,
+        )
+    shown = None if sifted.work else cpu.elsewhere(trace.events, trace.header)
+    if shown is not None:
+        yield defect(
+            "H116",
+            f"no kernel or copy of a device is in it, but it is no job on a CPU: it has {shown}",
+            count=n,
+            of=n,
             calls=True,
         )
 

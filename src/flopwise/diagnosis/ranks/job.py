@@ -74,7 +74,10 @@ def _withheld(ranks: Sequence[RankSummary], matching: Matching, clocks: Clocks) 
         one for one in ranks if one.events or one.device is not None
     ]  # as if without the others
     between = health.across(
-        read, offsets=offsets if several else None, matched=matched if several else None
+        read,
+        offsets=offsets if several else None,
+        matched=matched if several else None,
+        apart={ranks[p].rank: ns for p, ns in matching.apart_ns.items()},
     )
     certificate = health.certificate(
         (defect for one in ranks for defect in one.defects), between, [one.rank for one in ranks]

@@ -50,6 +50,8 @@ class Matching:
     )  # position -> of its calls of two ranks and more, matched
     #: Position -> how far the ends of its calls lie from the middle of their ranks', median, once its clock is corrected by the median.
     scatter_ns: dict[int, float] = field(default_factory=dict)
+    #: Position -> how far apart in time the ranks of its calls came to them, mean.
+    apart_ns: dict[int, float] = field(default_factory=dict)
 
 
 def match(ranks: Sequence[RankSummary]) -> Matching:
@@ -73,7 +75,7 @@ def match(ranks: Sequence[RankSummary]) -> Matching:
             had[position] += 1
     of = {p: int(rank.calls.shared.sum()) for p, rank in enumerate(ranks)}
     shares = {p: had[p] / n for p, n in of.items() if n}
-    return Matching(matched, shares, _scatter(matched, ranks))
+    return Matching(matched, shares, _scatter(matched, ranks), _come_apart(matched, ranks))
 
 
 def _lanes(one: RankSummary) -> Iterator[tuple[Key, list[int]]]:
@@ -235,6 +237,18 @@ def _next(words: tuple[Ints, Ints], a: int, b: int) -> tuple[int, int] | None:
             if all(x >= 0 and y >= 0 and _fit(words[0][x], words[1][y]) for x, y in run):
                 return i, j
     return None
+
+
+def _come_apart(matched: Sequence[Matched], ranks: Sequence[RankSummary]) -> dict[int, float]:
+    """Returns, by position, how far apart the first and the last rank came to each of its calls, mean over them, ns."""
+    apart: dict[int, list[int]] = defaultdict(list)
+    for one in matched:
+        starts = [
+            int(ranks[p].calls.start_ns[i]) for p, i in zip(one.ranks, one.calls, strict=True)
+        ]
+        for p in one.ranks:
+            apart[p].append(max(starts) - min(starts))
+    return {p: float(np.mean(values)) for p, values in apart.items()}
 
 
 def _scatter(matched: Sequence[Matched], ranks: Sequence[RankSummary]) -> dict[int, float]:

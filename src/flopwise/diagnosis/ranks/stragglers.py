@@ -13,6 +13,7 @@ from flopwise.diagnosis.ranks.matching import Matched
 from flopwise.diagnosis.ranks.summary import PARTS, RankSummary
 from flopwise.diagnosis.ranks.waits import Waits
 from flopwise.records.job import Straggler
+from flopwise.trace import cpu
 from flopwise.units import percent
 
 Floats = npt.NDArray[np.float64]
@@ -35,7 +36,7 @@ LEAST_FRAC = 0.01
 SLOWER_FRAC = 0.02
 #: A rank with so many more kernels, or with so much more work in kernels of the same name, has more to do.
 MORE_FRAC = 0.02
-#: Its kernels differ so little in how much slower they are: it is the clock.
+#: Its kernels differ so little in how much slower they are, each weighed by its time on the others: it is the clock.
 ALIKE_FRAC = 0.25
 RESAMPLES = 2000
 #: From these the others may wait for one rank alone, and a trace does not say for which.
@@ -180,10 +181,13 @@ def _longer(position: int, ranks: Sequence[RankSummary]) -> str:
 
 
 def _of_compute(position: int, ranks: Sequence[RankSummary]) -> str:
-    """Returns why a rank computes longer: it has more to do, its clock is lower, or its kernels are slower."""
+    """Returns why a rank computes longer: it has more to do, its clock is lower, or its kernels are slower.
+
+    On a CPU, where operators stand for kernels, nothing tells a slow core from slow operators.
+    """
     mine = ranks[position].kernels
     others = [one.kernels for p, one in enumerate(ranks) if p != position]
-    more_ns, slower = 0.0, []
+    more_ns, slower = 0.0, []  # ratio to the others, and their time
     for name, (count, ns) in mine.items():
         twins = [kernels[name] for kernels in others if name in kernels]
         if not twins:
@@ -192,30 +196,33 @@ def _of_compute(position: int, ranks: Sequence[RankSummary]) -> str:
         usual = float(np.median([n for n, _ in twins])), float(np.median([t for _, t in twins]))
         more_ns += max(0.0, count - usual[0]) * ns
         if usual[1] > 0:
-            slower.append((ns / usual[1], count * ns))
+            slower.append((ns / usual[1], min(count, usual[0]) * usual[1]))
     total = sum(count * ns for count, ns in mine.values())
     if total and more_ns / total > MORE_FRAC:
         return "work"
-    if not slower:
+    if not slower or not sum(weight for _, weight in slower):
         return "not known"
     ratios, weights = np.asarray(slower).T
     mean = float(np.average(ratios, weights=weights))
     if mean - 1 < SLOWER_FRAC:
         return "not known"  # what it computes there the others compute elsewhere
     spread = float(np.sqrt(np.average((ratios - mean) ** 2, weights=weights)))
-    if spread >= ALIKE_FRAC * (mean - 1):
+    lower = _lower_clock(position, ranks)
+    if lower:
+        return "clock"
+    if spread >= ALIKE_FRAC * (mean - 1) or ranks[position].device == cpu.DEVICE:
         return "kernels"
-    return "work" if _as_fast(position, ranks) else "clock"
+    return "clock" if lower is None else "work"
 
 
-def _as_fast(position: int, ranks: Sequence[RankSummary]) -> bool:
-    """Whether a rank's SM clock was read, as those of all others, and is no lower."""
+def _lower_clock(position: int, ranks: Sequence[RankSummary]) -> bool | None:
+    """Whether a rank's SM clock is lower than those of the others; None where one of them was not read."""
     mine = ranks[position].sm_mhz
     others = [one.sm_mhz for p, one in enumerate(ranks) if p != position]
     known = [mhz for mhz in others if mhz]
     if not mine or len(known) < len(others):
-        return False
-    return mine >= (1 - SLOWER_FRAC) * float(np.median(known))
+        return None
+    return mine < (1 - SLOWER_FRAC) * float(np.median(known))
 
 
 def _interval(each_ns: Floats) -> tuple[float, float] | None:
