@@ -32,9 +32,7 @@ def raise_alarm(scaler: DynamicScaler, known: Known, bad: list[str]) -> None:
     """
     if bad:
         more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        whose = (
-            f"Not finite: the gradients of {', '.join(reversed(bad[-_SHOWN:]))}{more}; backward reaches {bad[-1]} first."
-        )
+        whose = f"Not finite: the gradients of {', '.join(reversed(bad[-_SHOWN:]))}{more}; backward reaches {bad[-1]} first."
     else:
         whose = "The gradients of this step are gone already (zero_grad before update), so no parameter can be named."
     follows = (
@@ -101,8 +99,14 @@ class ForwardTrace:
             if not outs:
                 return
             with torch.no_grad():
-                biggest = torch.stack([t.detach().abs().amax().float() for t in ins]).amax() if ins else torch.zeros(())
-                self._forward.append((name, type(module).__name__, _finite(ins), _finite(outs), biggest))
+                biggest = (
+                    torch.stack([t.detach().abs().amax().float() for t in ins]).amax()
+                    if ins
+                    else torch.zeros(())
+                )
+                self._forward.append(
+                    (name, type(module).__name__, _finite(ins), _finite(outs), biggest)
+                )
             for out in outs:
                 if out.requires_grad:
                     out.register_hook(lambda grad: self._backward.append((name, _finite([grad]))))
@@ -121,7 +125,11 @@ class ForwardTrace:
         self._remove()
         for name, kind, ins, outs, biggest in self._forward:
             if not bool(outs):
-                seen = f"its inputs are finite, up to {float(biggest):.4g}" if bool(ins) else "its inputs were not finite either"
+                seen = (
+                    f"its inputs are finite, up to {float(biggest):.4g}"
+                    if bool(ins)
+                    else "its inputs were not finite either"
+                )
                 return f"First non-finite in forward: the output of {name or 'the model'} ({kind}); {seen}."
         for name, finite in self._backward:
             if not bool(finite):

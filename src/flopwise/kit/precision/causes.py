@@ -85,7 +85,9 @@ def explain(events: list[Event], loss_finite: bool | None) -> tuple[Event | None
     if masked is not None and (first is masked or first is None or first.value == "-inf"):
         return masked, *_empty_rows(masked, forward)
     if first is None:
-        return (backward[0], *_in_backward(backward[0], forward)[1:]) if backward else (None, "", "")
+        return (
+            (backward[0], *_in_backward(backward[0], forward)[1:]) if backward else (None, "", "")
+        )
     return first, *_in_forward(first)
 
 
@@ -106,7 +108,10 @@ def _empty_rows(event: Event, forward: list[Event]) -> tuple[str, str]:
     first = tuple(torch.nonzero(empty)[0].tolist())
     where = f"{total} fully masked row{'s' if total > 1 else ''}, the first at index {list(first)}"
     cause = f"Row fully masked, mask = -inf: {where}; softmax of nothing but -inf is 0/0."
-    planes = next((e for e in forward if e.op in ("add", "sub") and e.value == "-inf" and _at_minimum(e)), None)
+    planes = next(
+        (e for e in forward if e.op in ("add", "sub") and e.value == "-inf" and _at_minimum(e)),
+        None,
+    )
     if planes is not None:
         return (
             f"{cause} The -inf comes from two saturated mask planes added at {planes.line}: the smallest {planes.dtype} plus "
@@ -136,17 +141,32 @@ def _in_forward(event: Event) -> tuple[str, str]:
         )
     if event.op in ("sqrt", "log", "log2", "log10", "rsqrt", "acos", "asin", "atanh", "log1p"):
         wrong = "a negative number" if event.value == "NaN" else "0"
-        return f"{event.op} of {wrong} ({sizes}).", f"Clamp the input of {event.op} away from it, or add an epsilon inside."
-    if event.op in ("div", "true_divide", "reciprocal", "_softmax", "_log_softmax") and event.value == "NaN":
-        return f"0/0 or inf/inf ({sizes}).", "Make the divisor safe (clamp, epsilon) before dividing."
+        return (
+            f"{event.op} of {wrong} ({sizes}).",
+            f"Clamp the input of {event.op} away from it, or add an epsilon inside.",
+        )
+    if (
+        event.op in ("div", "true_divide", "reciprocal", "_softmax", "_log_softmax")
+        and event.value == "NaN"
+    ):
+        return (
+            f"0/0 or inf/inf ({sizes}).",
+            "Make the divisor safe (clamp, epsilon) before dividing.",
+        )
     if event.op in ("div", "true_divide", "reciprocal"):
-        return f"Division by 0, or beyond the range of {event.dtype} ({sizes}).", "Make the divisor safe (clamp, epsilon)."
+        return (
+            f"Division by 0, or beyond the range of {event.dtype} ({sizes}).",
+            "Make the divisor safe (clamp, epsilon).",
+        )
     if event.dtype in _HALF and (event.op in _ACCUMULATE or event.value != "NaN"):
         return (
             f"Overflow: the result is beyond 65504, the largest float16, though no input is ({sizes}).",
             f"Compute this {event.op} in float32 (x.float()); only it, the rest can stay. bfloat16 has the range, too.",
         )
-    return f"The result is beyond the range of {event.dtype} ({sizes}).", "Look at how large its inputs have become."
+    return (
+        f"The result is beyond the range of {event.dtype} ({sizes}).",
+        "Look at how large its inputs have become.",
+    )
 
 
 def _in_backward(event: Event, forward: list[Event]) -> tuple[Event, str, str]:
@@ -156,8 +176,15 @@ def _in_backward(event: Event, forward: list[Event]) -> tuple[Event, str, str]:
     softmax = next((e for e in forward if _softmax(e) and e.value == "NaN"), None)
     if softmax is not None:
         cause, cure = _empty_rows(softmax, forward)
-        return softmax, f"{cause} The loss leaves it out, and its gradient is NaN all the same (first in {named}).", cure
-    hidden = next((e for e in forward if e.value == "NaN" or e.op in ("sqrt", "log", "div", "pow", "exp")), None)
+        return (
+            softmax,
+            f"{cause} The loss leaves it out, and its gradient is NaN all the same (first in {named}).",
+            cure,
+        )
+    hidden = next(
+        (e for e in forward if e.value == "NaN" or e.op in ("sqrt", "log", "div", "pow", "exp")),
+        None,
+    )
     if hidden is not None:
         return (
             named,
@@ -177,7 +204,11 @@ def _in_backward(event: Event, forward: list[Event]) -> tuple[Event, str, str]:
             f"The gradient is beyond 65504, the largest float16 ({', '.join(map(str, event.ranges))}).",
             "A smaller loss scale cures it if it is rare (DynamicScaler does that); else keep this op in float32 or use bfloat16.",
         )
-    return named, f"What went in: {', '.join(map(str, event.ranges))}.", "Look at this op's derivative at these values."
+    return (
+        named,
+        f"What went in: {', '.join(map(str, event.ranges))}.",
+        "Look at this op's derivative at these values.",
+    )
 
 
 def _largest(event: Event) -> float:

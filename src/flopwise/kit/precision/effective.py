@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,12 @@ from flopwise.kit.precision.watching import Where, call_of, current_node, module
 
 #: From this share of FLOPs on a dtype has taken effect: what is left are heads and gates that are kept on purpose.
 EFFECT_FRAC = 0.95
-_FAMILIES = {"matmul": "matmul", "convolution": "convolution", "recurrent": "matmul", "attention": "attention"}
+_FAMILIES = {
+    "matmul": "matmul",
+    "convolution": "convolution",
+    "recurrent": "matmul",
+    "attention": "attention",
+}
 _NORMS = ("norm",)
 _REDUCTIONS = {
     "sum", "mean", "amax", "amin", "prod", "var", "var_mean", "std", "logsumexp", "_softmax", "_log_softmax",
@@ -80,10 +85,16 @@ class EffectiveDtypes:
         lines = [f"{'ops':<12} {'dtype':<10} {'count':>7} {'GFLOP':>12} {'of FLOPs':>9}"]
         total = sum(row.flops for row in self.rows)
         for row in self.rows:
-            work = f"{row.flops / 1e9:12.3f} {row.flops / total:9.1%}" if row.flops else f"{'-':>12} {'-':>9}"
+            work = (
+                f"{row.flops / 1e9:12.3f} {row.flops / total:9.1%}"
+                if row.flops
+                else f"{'-':>12} {'-':>9}"
+            )
             lines.append(f"{row.op_class:<12} {row.dtype:<10} {row.count:>7} {work}")
         if self.weight_casts:
-            lines.append(f"weights are cast {self.weight_casts} times a step, {self.weight_cast_bytes / 1e6:.1f} MB read and written")
+            lines.append(
+                f"weights are cast {self.weight_casts} times a step, {self.weight_cast_bytes / 1e6:.1f} MB read and written"
+            )
         if self.uncounted:
             lines.append(f"FLOPs not told: {', '.join(self.uncounted)}")
         return "\n".join([*lines, self.verdict])
@@ -116,12 +127,24 @@ def effective_dtypes(
     if mixed is not None and mixed.declined is not None:
         reasons.insert(0, mixed.declined)
     elif mixed is not None and not mixed.active:
-        reasons.insert(0, "MixedPrecision is not around the module: undone, or the module's call was replaced since")
+        reasons.insert(
+            0,
+            "MixedPrecision is not around the module: undone, or the module's call was replaced since",
+        )
     elif mixed is not None:
-        reasons[:0] = [f"{n or 'the model'} is kept in float32: {why}" for n, why in mixed.kept.items()]
-    rows = tuple(Row(c, d, n, tally.flops[c, d]) for (c, d), n in sorted(tally.counts.items(), key=_order))
+        reasons[:0] = [
+            f"{n or 'the model'} is kept in float32: {why}" for n, why in mixed.kept.items()
+        ]
+    rows = tuple(
+        Row(c, d, n, tally.flops[c, d]) for (c, d), n in sorted(tally.counts.items(), key=_order)
+    )
     return EffectiveDtypes(
-        rows, str(name) if name else None, tuple(reasons), tally.casts, tally.cast_bytes, tuple(sorted(tally.uncounted))
+        rows,
+        str(name) if name else None,
+        tuple(reasons),
+        tally.casts,
+        tally.cast_bytes,
+        tuple(sorted(tally.uncounted)),
     )
 
 
@@ -134,7 +157,7 @@ def _order(item: tuple[tuple[str, str], int]) -> tuple[int, str]:
 
 class _Tally(TorchDispatchMode):
     def __init__(self, where: Where, weights: set[int], asked: str | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._where, self._weights, self._asked = where, weights, asked
         self.counts: Counter[tuple[str, str]] = Counter()
         self.flops: Counter[tuple[str, str]] = Counter()
@@ -151,39 +174,46 @@ class _Tally(TorchDispatchMode):
         return out
 
     def _count(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
-        short = name.rpartition("::")[2]
         rule = rule_of(name)
         if rule is not None and rule.family in _FAMILIES:
             call = call_of(func, args, kwargs, out)
             operand = call.maybe(*rule.operand)
-            if operand is None:
-                return
-            op_class = _FAMILIES[rule.family]
-            dtype = self._computed_in(operand.dtype, op_class, args)
-            flops = _flops(call)
-            if flops is None:
-                self.uncounted.add(short)
-            self._add(op_class, dtype, flops or 0)
-            if self._asked is not None and dtype != self._asked:
-                self.reasons[self._reason(short, dtype, operand.dtype)] += flops or 1
-            return
-        dtype = _floating(out)
-        if dtype is None:
-            return
+            if operand is not None:
+                short = name.rpartition("::")[2]
+                self._product(short, call, operand.dtype, _FAMILIES[rule.family], args)
+        else:
+            made = next((t for t in _tensors(out) if t.is_floating_point()), None)
+            if made is not None:
+                self._other(name.rpartition("::")[2], args, made)
+
+    def _product(self, short: str, call: Call, stored: str, op_class: str, args: Any) -> None:
+        dtype = self._computed_in(stored, op_class, args)
+        found = cost(call)
+        if found is None:
+            self.uncounted.add(short)
+        flops = 0 if found is None else found.executed
+        self._add(op_class, dtype, flops)
+        if self._asked is not None and dtype != self._asked:
+            self.reasons[self._reason(short, dtype, stored)] += flops or 1
+
+    def _other(self, short: str, args: Any, made: torch.Tensor) -> None:
+        plain = short.rstrip("_")
         if short in ("_to_copy", "copy_"):
-            source = next((a for a in args[(1 if short == "copy_" else 0) :] if isinstance(a, torch.Tensor)), None)
-            if source is None or not source.is_floating_point() or source.dtype == _tensor(out).dtype:
-                return
-            self._add("cast", f"to {dtype}", 0)
-            if source.data_ptr() in self._weights and source.data_ptr():
-                self.casts += 1
-                self.cast_bytes += source.nbytes + _tensor(out).nbytes
+            source = next(_tensors(args[1:] if short == "copy_" else args), None)
+            if source is not None and source.is_floating_point() and source.dtype != made.dtype:
+                self._cast(source, made)
         elif any(part in short for part in _NORMS) and short != "linalg_vector_norm":
-            self._add("norm", dtype, 0)
-        elif short.rstrip("_") in _REDUCTIONS or short in _REDUCTIONS:
-            self._add("reduction", dtype, 0)
-        elif short in POINTWISE or short.rstrip("_") in POINTWISE or short.startswith("_foreach"):
-            self._add("elementwise", dtype, 0)
+            self._add("norm", _name(made.dtype), 0)
+        elif short in _REDUCTIONS or plain in _REDUCTIONS:
+            self._add("reduction", _name(made.dtype), 0)
+        elif short in POINTWISE or plain in POINTWISE or short.startswith("_foreach"):
+            self._add("elementwise", _name(made.dtype), 0)
+
+    def _cast(self, source: torch.Tensor, made: torch.Tensor) -> None:
+        self._add("cast", f"to {_name(made.dtype)}", 0)
+        if source.data_ptr() in self._weights and source.data_ptr():
+            self.casts += 1
+            self.cast_bytes += source.nbytes + made.nbytes
 
     def _add(self, op_class: str, dtype: str, flops: int) -> None:
         self.counts[op_class, dtype] += 1
@@ -194,14 +224,19 @@ class _Tally(TorchDispatchMode):
             return dtype
         if torch.cuda.get_device_capability() < (8, 0):
             return dtype
-        backend = torch.backends.cudnn.conv if op_class == "convolution" else torch.backends.cuda.matmul
+        cudnn: Any = torch.backends.cudnn
+        backend = cudnn.conv if op_class == "convolution" else torch.backends.cuda.matmul
         return "tf32" if backend.fp32_precision == "tf32" else dtype
 
     def _reason(self, op: str, dtype: str, stored: str) -> str:
         node, module = current_node(), self._where.module()
         named = module or ("the model itself" if module == "" else None)
         whose = f"in {named}" if named else "outside of the module"
-        when = whose if node is None else (f"in the backward of {named}" if named else f"in backward, {whose}")
+        when = (
+            whose
+            if node is None
+            else (f"in the backward of {named}" if named else f"in backward, {whose}")
+        )
         if self._asked == "tf32":
             return f"{op} {when} ran in {dtype}: the switches did not allow TF32 there"
         if stored == "float64":
@@ -214,18 +249,12 @@ class _Tally(TorchDispatchMode):
         return f"{op} {whose} ran in {dtype} although autocast was on there"
 
 
-def _flops(call: Call) -> int | None:
-    found = cost(call)
-    return None if found is None else found.executed
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors among an op's arguments or results."""
+    for value in values if isinstance(values, (tuple, list)) else (values,):
+        if isinstance(value, torch.Tensor):
+            yield value
 
 
-def _tensor(out: Any) -> torch.Tensor:
-    first = next(t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor))
-    return first
-
-
-def _floating(out: Any) -> str | None:
-    for t in out if isinstance(out, (tuple, list)) else (out,):
-        if isinstance(t, torch.Tensor) and t.is_floating_point():
-            return str(t.dtype).removeprefix("torch.")
-    return None
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -79,15 +79,19 @@ def convert(model: nn.Module, keep: Iterable[str] = ()) -> Conversion:
         raise PrecisionError("torchao is not installed")
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     left = {n: r for n, m in linears.items() if (r := reason_to_leave(m, n, keep)) is not None}
-    originals = {n: m for n, m in linears.items() if n not in left}
+    originals: dict[str, nn.Module] = {n: m for n, m in linears.items() if n not in left}
     if not originals:
         return Conversion({}, left)
     conversion = Conversion(originals, left)
     try:
-        module.convert_to_float8_training(model, module_filter_fn=lambda layer, name: name in originals)
+        module.convert_to_float8_training(
+            model, module_filter_fn=lambda layer, name: name in originals
+        )
     except Exception as error:
         conversion.undo(model)
-        raise PrecisionError(f"torchao could not convert the model: {type(error).__name__}: {error}") from error
+        raise PrecisionError(
+            f"torchao could not convert the model: {type(error).__name__}: {error}"
+        ) from error
     return conversion
 
 

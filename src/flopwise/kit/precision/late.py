@@ -80,7 +80,11 @@ class Late:
         due = self.written - self._read
         if due and (force or due >= self._every):
             at = [i % len(self.ring) for i in range(self._read, self.written)]
-            rows = self.ring[at[0] : at[-1] + 1] if at == list(range(at[0], at[-1] + 1)) else self.ring[at]
+            rows = (
+                self.ring[at[0] : at[-1] + 1]
+                if at == list(range(at[0], at[-1] + 1))
+                else self.ring[at]
+            )
             self._read = self.written
             self._pending.append((*_copied(rows), None))
 

@@ -66,7 +66,10 @@ def masked_step(
     """
     tensors = list(_touched(optimizer))
     before = [t.detach().clone() for t in tensors]
-    skip = {device: found_inf.to(device, non_blocking=True) != 0 for device in {t.device for t in tensors}}
+    skip = {
+        device: found_inf.to(device, non_blocking=True) != 0
+        for device in {t.device for t in tensors}
+    }
     result = optimizer.step(*args, **kwargs)
     with torch.no_grad():
         for tensor, old in zip(tensors, before, strict=True):

@@ -86,7 +86,10 @@ def _in_source(module: nn.Module) -> Iterator[tuple[float, str | None]]:
         return
     outside = vars(sys.modules.get(kind.__module__, None) or object)
     for function in ast.walk(tree):
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and function.name != "__init__":
+        if (
+            isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+            and function.name != "__init__"
+        ):
             for value, line in _Numbers(module, dict(outside), function).found():
                 yield value, f"{path}:{first + line - 1}"
 

@@ -68,7 +68,9 @@ class MixedPrecision:
         self.declined = self._problem()
         submodules = [self._submodule(name) for name in keep_float32]
         if self.declined is not None:
-            self._once.say("declined", f"{dtype} is not used: {self.declined}. The module runs as before.")
+            self._once.say(
+                "declined", f"{dtype} is not used: {self.declined}. The module runs as before."
+            )
             return
         self._prepare(list(keep_float32))
         for name, submodule in zip(keep_float32, submodules, strict=True):
@@ -100,7 +102,10 @@ class MixedPrecision:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.undo()
 
@@ -109,9 +114,14 @@ class MixedPrecision:
         if self.declined is not None:
             return f"{head}: not used, {self.declined}"
         lines = [head + ("" if self.active else " (not active)"), *self.notes]
-        lines += [f"in float32: {name or 'the whole model'}, because {why}" for name, why in self.kept.items()]
+        lines += [
+            f"in float32: {name or 'the whole model'}, because {why}"
+            for name, why in self.kept.items()
+        ]
         if self._converted is not None:
-            lines += [f"not float8: {name}, because {why}" for name, why in self._converted.left.items()]
+            lines += [
+                f"not float8: {name}, because {why}" for name, why in self._converted.left.items()
+            ]
         return "\n  ".join(lines)
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -120,7 +130,9 @@ class MixedPrecision:
         """Returns why the dtype cannot be used, None if it can."""
         if self.device.type not in ("cuda", "cpu"):
             return f"not tested on devices of type {self.device.type}"
-        weights = {p.dtype for p in self.module.parameters() if p.is_floating_point() or p.is_complex()}
+        weights = {
+            p.dtype for p in self.module.parameters() if p.is_floating_point() or p.is_complex()
+        }
         if weights - {torch.float32}:
             names = ", ".join(sorted(str(d).removeprefix("torch.") for d in weights))
             return (
@@ -213,7 +225,10 @@ class MixedPrecision:
             name = self._names.get(id(module), type(module).__name__)
             if module is self.module or not name:
                 self.declined = functions_reason(names)
-                self._once.say("root", f"{self.dtype} is taken back: {self.declined}. They are called by the root module itself.")
+                self._once.say(
+                    "root",
+                    f"{self.dtype} is taken back: {self.declined}. They are called by the root module itself.",
+                )
                 self.undo()
                 return outputs
         for module, names in found.items():
@@ -221,7 +236,8 @@ class MixedPrecision:
             why = f"its autograd Function {', '.join(names)} declares no autocast policy"
             self._keep(module, name, why)
             self._once.say(
-                f"kept {name}", f"{name} ({type(module).__name__}) stays in float32: {why} (torch.amp.custom_fwd declares one)."
+                f"kept {name}",
+                f"{name} ({type(module).__name__}) stays in float32: {why} (torch.amp.custom_fwd declares one).",
             )
         return outputs
 
@@ -247,10 +263,10 @@ def _cpu_note(dtype: str) -> str | None:
     known = getattr(torch.cpu, flags, None)
     if known is None or known():
         return None
-    return f"this CPU has no {dtype} instructions: it computes in {dtype}, but slower than in float32"
+    return (
+        f"this CPU has no {dtype} instructions: it computes in {dtype}, but slower than in float32"
+    )
 
 
 def _eagerly() -> Any:
     return torch.compiler.set_stance("force_eager")
-
-

@@ -44,7 +44,9 @@ class NonFinite:
         return f"{head} {self.cause} {self.cure}"
 
 
-def find_nonfinite(step: Callable[..., Any] | nn.Module, *batch: Any, module: nn.Module | None = None) -> NonFinite | None:
+def find_nonfinite(
+    step: Callable[..., Any] | nn.Module, *batch: Any, module: nn.Module | None = None
+) -> NonFinite | None:
     """Replays one step and returns where it first is not finite, None if all of it is finite.
 
     Args:
@@ -57,7 +59,11 @@ def find_nonfinite(step: Callable[..., Any] | nn.Module, *batch: Any, module: nn
     and made for one step. Compiled modules run eagerly.
     """
     root = module if module is not None else (step if isinstance(step, nn.Module) else None)
-    names = {t.data_ptr(): f"parameter {n}" for n, t in root.named_parameters()} if root is not None else {}
+    names = (
+        {t.data_ptr(): f"parameter {n}" for n, t in root.named_parameters()}
+        if root is not None
+        else {}
+    )
     if root is not None:
         names.update({t.data_ptr(): f"buffer {n}" for n, t in root.named_buffers() if t.numel()})
     with _kept(root), torch.compiler.set_stance("force_eager"), modules_of(root) as where:
@@ -88,7 +94,11 @@ def _loss(out: Any) -> torch.Tensor | None:
     outs = [t for t in tensors_in(out) if t.is_floating_point() and t.requires_grad]
     if not outs:
         return None
-    return outs[0] if len(outs) == 1 and outs[0].dim() == 0 else torch.stack([t.float().sum() for t in outs]).sum()
+    return (
+        outs[0]
+        if len(outs) == 1 and outs[0].dim() == 0
+        else torch.stack([t.float().sum() for t in outs]).sum()
+    )
 
 
 def _in_batch(batch: tuple[Any, ...]) -> NonFinite | None:
@@ -106,7 +116,7 @@ class _Watch(TorchDispatchMode):
     """Looks at every op's inputs and results until enough is known."""
 
     def __init__(self, where: Where, names: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._where, self._names = where, names
         self.events: list[Event] = []
         self.loss_finite: bool | None = None
@@ -124,7 +134,11 @@ class _Watch(TorchDispatchMode):
         self._phase(node)
         # In backward the first gradient that is not finite is enough.
         done = any(e.phase == "backward" for e in self.events)
-        ins = [] if done else [t.detach().clone() if name.endswith("_") else t for t in _floats((args, kwargs))]
+        ins = (
+            []
+            if done
+            else [t.detach().clone() if name.endswith("_") else t for t in _floats((args, kwargs))]
+        )
         out = func(*args, **kwargs)
         if not done:
             self._look(name, ins, args, _floats(out), node)
@@ -136,7 +150,9 @@ class _Watch(TorchDispatchMode):
             if self.loss_finite is None and self._last_scalar is not None:
                 self.loss_finite = _finite(self._last_scalar)
 
-    def _look(self, name: str, ins: list[torch.Tensor], args: Any, outs: list[torch.Tensor], node: Any) -> None:
+    def _look(
+        self, name: str, ins: list[torch.Tensor], args: Any, outs: list[torch.Tensor], node: Any
+    ) -> None:
         if node is None and outs and outs[0].dim() == 0:
             self._last_scalar = outs[0].detach()
         self._arrivals(ins)
@@ -145,7 +161,9 @@ class _Watch(TorchDispatchMode):
             self._tainted.difference_update(_storage(t) for t in outs)
             return
         self._tainted.update(_storage(t) for t in outs)
-        if fills(name) or (node is None and any(not _finite(t) for t in ins) and not _adds_nan(bad, ins)):
+        if fills(name) or (
+            node is None and any(not _finite(t) for t in ins) and not _adds_nan(bad, ins)
+        ):
             return
         if node is not None and not self._relevant(bad):
             return
@@ -153,10 +171,17 @@ class _Watch(TorchDispatchMode):
         value = "NaN" if has_nan else ("-inf" if not bool((bad == float("inf")).any()) else "inf")
         self.events.append(
             Event(
-                "forward" if node is None else "backward", value, name.strip("_"), self._where.module(),
-                users_line() if node is None else forward_line(node), _name(bad.dtype),
-                tuple(Range.of(t) for t in ins), None if node is None else type(node).__name__, ins, args,
-            )  # fmt: skip
+                "forward" if node is None else "backward",
+                value,
+                name.strip("_"),
+                self._where.module(),
+                users_line() if node is None else forward_line(node),
+                _name(bad.dtype),
+                tuple(Range.of(t) for t in ins),
+                None if node is None else type(node).__name__,
+                ins,
+                args,
+            )
         )
 
     def _relevant(self, bad: torch.Tensor) -> bool:
@@ -165,8 +190,15 @@ class _Watch(TorchDispatchMode):
 
     def _arrivals(self, ins: list[torch.Tensor]) -> None:
         for tensor in ins:
-            if self._came_in is None and not self.events and _storage(tensor) not in self._tainted and _has_nan_or_inf(tensor):
-                known = self._names.get(tensor.data_ptr(), f"a tensor made before the step ({Range.of(tensor)})")
+            if (
+                self._came_in is None
+                and not self.events
+                and _storage(tensor) not in self._tainted
+                and _has_nan_or_inf(tensor)
+            ):
+                known = self._names.get(
+                    tensor.data_ptr(), f"a tensor made before the step ({Range.of(tensor)})"
+                )
                 value = "NaN" if bool(torch.isnan(tensor).any()) else "inf"
                 self._came_in = NonFinite(
                     "input", value, known, self._where.module(), users_line(), _name(tensor.dtype), "", None,

@@ -17,7 +17,14 @@ from flopwise.kit.precision import alarm, clipping
 from flopwise.kit.precision.late import Late, Review
 from flopwise.kit.precision.masked_step import has_state, masked_step, supports_skipping, unmaskable
 from flopwise.kit.precision.saying import Once, users_line
-from flopwise.kit.precision.statistics import by_device, gradients, largest, local, scale_for, underflow
+from flopwise.kit.precision.statistics import (
+    by_device,
+    gradients,
+    largest,
+    local,
+    scale_for,
+    underflow,
+)
 
 #: Reviews for which an overflow keeps the scale below the one that overflowed: 20 of 100 steps are the 2,000 steps
 #: after which GradScaler tries the next power of two (torch.amp.GradScaler, growth_interval).
@@ -84,7 +91,9 @@ class DynamicScaler(GradScaler):
         start = init_scale if init_scale is not None else (1024.0 if follows else 2.0**16)
         super().__init__(device, start, growth_factor, backoff_factor, growth_interval, enabled)
         self.schedule, self.review_steps, self.headroom = schedule, review_steps, headroom
-        self.min_scale = min_scale if min_scale is not None else (2.0**-24 if follows else 2.0**-100)
+        self.min_scale = (
+            min_scale if min_scale is not None else (2.0**-24 if follows else 2.0**-100)
+        )
         self.max_scale, self.alarm_skips, self.verbose = max_scale, alarm_skips, verbose
         self._group, self._unfused = process_group, unfused
         self._names = alarm.names_of(model)
@@ -356,8 +365,13 @@ class DynamicScaler(GradScaler):
             state.pop(name, None)
         state["_names"] = {}
         if own:
-            state["_history"], state["_skipped"] = own["flopwise"]["history"], own["flopwise"]["skipped"]
-            state["_ceilings"] = deque(map(torch.tensor, own["flopwise"]["ceilings"]), maxlen=CEILING_REVIEWS)
+            state["_history"], state["_skipped"] = (
+                own["flopwise"]["history"],
+                own["flopwise"]["skipped"],
+            )
+            state["_ceilings"] = deque(
+                map(torch.tensor, own["flopwise"]["ceilings"]), maxlen=CEILING_REVIEWS
+            )
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -417,7 +431,9 @@ class DynamicScaler(GradScaler):
         import torch.distributed as dist
 
         for i, (found, amax) in enumerate(zip(per_device.values(), amaxes, strict=True)):
-            pair = torch.stack([found, torch.where(torch.isfinite(amax), amax, math.inf).to(found.device)])
+            pair = torch.stack(
+                [found, torch.where(torch.isfinite(amax), amax, math.inf).to(found.device)]
+            )
             dist.all_reduce(pair, dist.ReduceOp.MAX, group=None if group is True else group)
             found.copy_(pair[0])
             amaxes[i] = pair[1].to(amax.device, non_blocking=True)
@@ -426,17 +442,29 @@ class DynamicScaler(GradScaler):
         """Returns the group over which this optimizer's found_inf is shared, None for none."""
         if self._group is not None:
             return self._group
-        sharded = any(hasattr(p, "to_local") for g in optimizer.param_groups for p in g["params"][:1])
+        sharded = any(
+            hasattr(p, "to_local") for g in optimizer.param_groups for p in g["params"][:1]
+        )
         return True if sharded and torch.distributed.is_initialized() else None
 
     def _maybe_opt_step(
-        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+        self,
+        optimizer: torch.optim.Optimizer,
+        optimizer_state: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> float | None:
         found = list(optimizer_state["found_inf_per_device"].values())
         if not self._masks(optimizer, found):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        total = found[0] if len(found) == 1 else sum(f.to(found[0].device, non_blocking=True) for f in found)
-        return cast("float | None", masked_step(optimizer, cast(torch.Tensor, total), *args, **kwargs))
+        total = (
+            found[0]
+            if len(found) == 1
+            else sum(f.to(found[0].device, non_blocking=True) for f in found)
+        )
+        return cast(
+            "float | None", masked_step(optimizer, cast(torch.Tensor, total), *args, **kwargs)
+        )
 
     def _masks(self, optimizer: torch.optim.Optimizer, found: list[torch.Tensor]) -> bool:
         """Returns whether the device decides; if not, found_inf is read, which is free on a CPU."""
@@ -531,12 +559,20 @@ class DynamicScaler(GradScaler):
         largest_seen = torch.where(finite, amax, 0.0).amax()
         self._ceilings.append(torch.where(finite, math.inf, scales * self._backoff_factor).amin())
         ceiling = torch.stack([c.to(scale.device) for c in self._ceilings]).amin()
-        target = scale_for(largest_seen.clamp(min=2.0**-126), self.headroom, self.min_scale, self.max_scale)
+        target = scale_for(
+            largest_seen.clamp(min=2.0**-126), self.headroom, self.min_scale, self.max_scale
+        )
         target = torch.minimum(target, ceiling)
         scale.copy_(torch.where(largest_seen > 0, target, scale))
-        shares = self._sample if self._sample is not None else torch.full((3,), math.nan, device=scale.device)
+        shares = (
+            self._sample
+            if self._sample is not None
+            else torch.full((3,), math.nan, device=scale.device)
+        )
         self._sample = None
-        numbers = torch.cat([torch.stack([largest_seen, scale.reshape(())]), shares.to(scale.device)])
+        numbers = torch.cat(
+            [torch.stack([largest_seen, scale.reshape(())]), shares.to(scale.device)]
+        )
         late.ask_review(self._updates, numbers)
 
     def _end_of_window(self) -> None:
@@ -569,7 +605,9 @@ class DynamicScaler(GradScaler):
                 grad = local(param.grad)  # type: ignore[arg-type]
                 values = grad._values() if grad.is_sparse else grad
                 if not bool(torch.isfinite(values).all()):
-                    bad.append(self._names.get(id(param), f"parameter {i} of {type(optimizer).__name__}"))
+                    bad.append(
+                        self._names.get(id(param), f"parameter {i} of {type(optimizer).__name__}")
+                    )
         return bad
 
     def _say_reviews(self, reviews: list[Review]) -> None:
@@ -586,7 +624,9 @@ class DynamicScaler(GradScaler):
                 self._once.say("clip", words)
 
 
-def _checked(schedule: str, unfused: str, headroom: float, review_steps: int, alarm_skips: int) -> None:
+def _checked(
+    schedule: str, unfused: str, headroom: float, review_steps: int, alarm_skips: int
+) -> None:
     if schedule not in ("magnitude", "growth"):
         raise PrecisionError(f"schedule={schedule!r}: it is 'magnitude' or 'growth'")
     if unfused not in ("auto", "wait", "masked"):

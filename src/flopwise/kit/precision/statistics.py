@@ -41,7 +41,9 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return to_local() if to_local is not None else tensor
 
 
-def by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, dict[torch.dtype, list[torch.Tensor]]]:
+def by_device(
+    tensors: Iterable[torch.Tensor],
+) -> dict[torch.device, dict[torch.dtype, list[torch.Tensor]]]:
     """Returns the tensors grouped as multi-tensor kernels need them."""
     groups: dict[torch.device, dict[torch.dtype, list[torch.Tensor]]] = {}
     for tensor in tensors:
@@ -99,4 +101,6 @@ def underflow(grads: Sequence[torch.Tensor], scale: torch.Tensor, scaled: bool) 
         sample = sample * scale
     gone, zero = sample <= FLOAT16_ZERO, sample == 0
     subnormal = (sample < FLOAT16_NORMAL) & ~gone
-    return torch.stack([subnormal.float().mean(), (gone & ~zero).float().mean(), zero.float().mean()])
+    return torch.stack(
+        [subnormal.float().mean(), (gone & ~zero).float().mean(), zero.float().mean()]
+    )

@@ -16,11 +16,8 @@ import torch
 
 
 def _new() -> dict[str, Any]:
-    return {
-        "matmul": torch.backends.cuda.matmul,
-        "conv": torch.backends.cudnn.conv,
-        "rnn": torch.backends.cudnn.rnn,
-    }
+    cudnn: Any = torch.backends.cudnn
+    return {"matmul": torch.backends.cuda.matmul, "conv": cudnn.conv, "rnn": cudnn.rnn}
 
 
 @dataclass(frozen=True)
@@ -28,7 +25,9 @@ class Flags:
     """The switches as they were found."""
 
     new: dict[str, str]  # fp32_precision of matmul, conv and rnn
-    matmul: bool | None  # torch.backends.cuda.matmul.allow_tf32; None if it conflicts with the new ones
+    matmul: (
+        bool | None
+    )  # torch.backends.cuda.matmul.allow_tf32; None if it conflicts with the new ones
     cudnn: bool | None  # torch.backends.cudnn.allow_tf32; None if it conflicts
 
     @staticmethod
@@ -65,8 +64,8 @@ def switch_on() -> Flags:
     if found.cudnn is False:
         torch.backends.cudnn.allow_tf32 = True
     elif found.cudnn is None:
-        torch.backends.cudnn.conv.fp32_precision = "tf32"
-        torch.backends.cudnn.rnn.fp32_precision = "tf32"
+        for name in ("conv", "rnn"):
+            _new()[name].fp32_precision = "tf32"
     return found
 
 

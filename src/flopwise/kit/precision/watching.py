@@ -126,10 +126,13 @@ def _sign(output: Any, name: str, seen: set[Any]) -> None:
         if node in seen:
             continue
         seen.add(node)
-        node.metadata.setdefault(_OWNER, name)
+        metadata: Any = node.metadata
+        metadata.setdefault(_OWNER, name)
         todo.extend(parent for parent, _ in node.next_functions if parent is not None)
 
 
 def _inside(path: str) -> bool:
     parts = path.replace("\\", "/").split("/")
-    return ("site-packages" in parts and "torch" in parts) or "/flopwise/kit/" in path.replace("\\", "/")
+    return ("site-packages" in parts and "torch" in parts) or "/flopwise/kit/" in path.replace(
+        "\\", "/"
+    )
