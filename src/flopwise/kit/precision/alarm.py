@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from flopwise.kit.nested import tensors_in
 from flopwise.kit.precision.late import Known
 from flopwise.kit.precision.saying import warn
+from flopwise.kit.precision.statistics import local
 
 if TYPE_CHECKING:
     from flopwise.kit.precision.scaler import DynamicScaler
@@ -20,36 +21,80 @@ if TYPE_CHECKING:
 _SHOWN = 3
 
 
-def names_of(model: nn.Module | None) -> dict[int, str]:
-    """Returns the names of a model's parameters by identity."""
-    return {} if model is None else {id(p): name for name, p in model.named_parameters()}
+class Alarm:
+    """Watches for steps that are skipped in a row: names the gradients, then looks at one forward and backward.
 
-
-def raise_alarm(scaler: DynamicScaler, known: Known, bad: list[str]) -> None:
-    """Warns that steps are being skipped, naming the parameters whose gradients are not finite.
-
-    Backward goes from the loss to the input, so of parameters in the order of the model the last one is reached first.
+    Args:
+        skips: in a row, from which on it is raised.
+        model: for names.
     """
-    if bad:
-        more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
-        whose = f"Not finite: the gradients of {', '.join(reversed(bad[-_SHOWN:]))}{more}; backward reaches {bad[-1]} first."
-    else:
-        whose = "The gradients of this step are gone already (zero_grad before update), so no parameter can be named."
-    follows = (
-        "The next forward is looked at, and what is first not finite in it will be said."
-        if scaler._model is not None
-        else "With DynamicScaler(model=...) the module is named, too."
-    )
-    at_floor = (
-        " The scale is at its floor: a smaller one would not help."
-        if known.scale is not None and known.scale <= scaler.min_scale
-        else ""
-    )
-    warn(
-        f"{known.in_a_row} optimizer steps in a row were skipped ({known.skipped} of {known.updates} in all), the scale fell "
-        f"to {(known.scale or 0) * scaler.get_backoff_factor():g}.{at_floor} {whose} {follows} The scale is a symptom: keep the "
-        "operation that overflows in float32, or use bfloat16."
-    )
+
+    def __init__(self, skips: int, model: nn.Module | None = None) -> None:
+        self._skips = skips
+        self._names = {} if model is None else {id(p): n for n, p in model.named_parameters()}
+        self._model = None if model is None else weakref.ref(model)
+        self._raised = self._told = False
+        self._trace: ForwardTrace | None = None
+
+    def heard(
+        self,
+        known: Known,
+        optimizers: Sequence[torch.optim.Optimizer],
+        floor: float,
+        backoff: float,
+    ) -> None:
+        """Takes in what is known now; warns where that is an alarm, once until a step is not skipped."""
+        if self._trace is not None and self._trace.done:
+            words, self._trace = self._trace.words(), None
+            if not self._told:
+                self._told = True
+                warn(words)
+        if known.in_a_row == 0:
+            self._raised = False
+        elif known.in_a_row >= self._skips and not self._raised:
+            self._raised = True
+            warn(self._words(known, self._bad(optimizers), floor, backoff))
+            model = self._model() if self._model is not None else None
+            if model is not None and self._trace is None and not self._told:
+                self._trace = ForwardTrace(model)
+
+    def _bad(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+        """Returns names of parameters whose gradients are not finite now; reads the device, for the alarm only."""
+        bad = []
+        for optimizer in optimizers:
+            params = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+            for i, param in enumerate(params):
+                grad = local(param.grad)
+                values = grad._values() if grad.is_sparse else grad
+                if not bool(torch.isfinite(values).all()):
+                    unnamed = f"parameter {i} of {type(optimizer).__name__}"
+                    bad.append(self._names.get(id(param), unnamed))
+        return bad
+
+    def _words(self, known: Known, bad: list[str], floor: float, backoff: float) -> str:
+        # Backward goes from the loss to the input: of parameters in the order of the model the last is reached first.
+        if bad:
+            more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+            whose = (
+                f"Not finite: the gradients of {', '.join(reversed(bad[-_SHOWN:]))}{more}; backward reaches {bad[-1]} "
+                "first."
+            )
+        else:
+            whose = "The gradients of this step are gone already (zero_grad before update), so no parameter can be named."
+        follows = (
+            "The next forward is looked at, and what is first not finite in it will be said."
+            if self._model is not None
+            else "With DynamicScaler(model=...) the module is named, too."
+        )
+        scale = known.scale or 0.0
+        at_floor = (
+            " The scale is at its floor: a smaller one would not help." if scale <= floor else ""
+        )
+        return (
+            f"{known.in_a_row} optimizer steps in a row were skipped ({known.skipped} of {known.updates} in all), the scale "
+            f"fell to {max(scale * backoff, floor):g}.{at_floor} {whose} {follows} The scale is a symptom: keep the operation "
+            "that overflows in float32, or use bfloat16."
+        )
 
 
 def report(scaler: DynamicScaler, known: Known | None, scheduler: Any) -> str:

@@ -16,6 +16,8 @@ from flopwise.kit.precision.saying import users_line
 
 #: Windows in which clips are listened for: a loop that does it wrong does it from the first step on.
 WATCHED_WINDOWS = 3
+#: Calls and returns that are listened to in all.
+MOST_EVENTS = 500_000
 
 
 def clip_scaled(
@@ -52,6 +54,7 @@ class ClipWatch:
 
     def __init__(self, windows: int = WATCHED_WINDOWS) -> None:
         self._left = windows
+        self._events = 0
         self._heard: Heard | None = None
         self._mine = self._on_event  # one object, to be compared
 
@@ -73,6 +76,10 @@ class ClipWatch:
         self._left -= 1
 
     def _on_event(self, frame: FrameType, event: str, value: Any) -> None:
+        self._events += 1
+        if self._events > MOST_EVENTS:  # a loop that goes on without a step is not slowed down
+            self._left = 0
+            self.stop()
         if event != "return" or self._heard is not None:
             return
         name = _CODES.get(frame.f_code)
@@ -89,7 +96,7 @@ _CODES = {
 }
 
 
-def words(heard: Heard, scale: float, optimizer: torch.optim.Optimizer) -> str | None:
+def words(heard: Heard, scale: float) -> str | None:
     """Returns what a clip on scaled gradients did to the step, None if it did nothing. Reads the norm."""
     right = (
         "The right order: scaler.unscale_(optimizer), clip, scaler.step(optimizer), scaler.update(); or "

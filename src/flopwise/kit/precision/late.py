@@ -1,7 +1,6 @@
 """What the scaler knows late: numbers of each step stay on the device and are read when the copy has arrived.
 
-Each update writes one row: the largest gradient magnitude (inf or NaN in a skipped step) and the scale it was made
-with. On a CUDA device rows are copied to page-locked memory every few updates, and an event says when they are there;
+Each update writes one row: the largest magnitude of scaled gradients (inf or NaN in a skipped step) and the scale. On a CUDA device rows are copied to page-locked memory every few updates, and an event says when they are there;
 nothing waits. On a CPU they are read at once.
 """
 
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,14 +46,23 @@ class Known:
     reviews: deque[Review] = field(default_factory=lambda: deque(maxlen=100))
 
 
-class Late:
-    """Rows of numbers on the device, and what of them has arrived on the host."""
+#: Updates between two late reads on a CUDA device.
+READ_EVERY = 10
 
-    def __init__(self, rows: int, read_every: int, device: torch.device) -> None:
+
+class Late:
+    """Rows of numbers on the device, and what of them has arrived on the host.
+
+    Args:
+        rows: that are kept.
+        read_every: updates between two reads on a CUDA device; on a CPU each is read at once.
+    """
+
+    def __init__(self, rows: int, device: torch.device, read_every: int = READ_EVERY) -> None:
         self.ring = torch.zeros(rows, 2, dtype=torch.float32, device=device)
         self.written = 0  # rows ever
         self._read = 0  # rows asked for
-        self._every = read_every if device.type == "cuda" else 1
+        self._every = min(read_every, rows) if device.type == "cuda" else 1
         self._pending: deque[tuple[torch.Tensor, Any, Any]] = deque()
         self.known = Known()
 
@@ -65,11 +74,12 @@ class Late:
             self.written = self._read = updates
         self.known.updates, self.known.skipped = updates, skipped
 
-    def row(self) -> torch.Tensor:
-        """Returns the row of the coming update, to be written on the device."""
+    def write(self, amaxes: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
+        """Writes the row of an update: the largest scaled gradient, and the scale that it was made with."""
         row = self.ring[self.written % len(self.ring)]
+        amax = amaxes[0] if len(amaxes) == 1 else torch.stack(list(amaxes)).amax()
+        torch._foreach_copy_([row[0], row[1]], [amax, scale])
         self.written += 1
-        return row
 
     def recent(self) -> torch.Tensor:
         """Returns the rows since the ring was full last, [rows, 2], on the device."""
@@ -79,14 +89,11 @@ class Late:
         """Starts the copy of rows that have not been asked for, if enough have gathered."""
         due = self.written - self._read
         if due and (force or due >= self._every):
-            at = [i % len(self.ring) for i in range(self._read, self.written)]
-            rows = (
-                self.ring[at[0] : at[-1] + 1]
-                if at == list(range(at[0], at[-1] + 1))
-                else self.ring[at]
-            )
+            first, end = self._read % len(self.ring), (self.written - 1) % len(self.ring) + 1
+            slices = [(first, end)] if first < end else [(first, len(self.ring)), (0, end)]
+            for start, stop in slices:
+                self._pending.append((*_copied(self.ring[start:stop]), None))
             self._read = self.written
-            self._pending.append((*_copied(rows), None))
 
     def ask_review(self, update: int, numbers: torch.Tensor) -> None:
         """Starts the copy of a review's numbers: amax, scale and three shares."""
@@ -115,9 +122,10 @@ class Late:
         self.known.reviews.extend(reviews)
         return reviews
 
-    def _take(self, amax: float, scale: float) -> None:
+    def _take(self, scaled: float, scale: float) -> None:
         known = self.known
         known.updates += 1
+        amax = scaled / scale
         known.amax, known.scale = amax, scale
         if math.isfinite(amax):
             known.in_a_row = 0

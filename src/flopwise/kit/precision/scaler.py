@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler, OptState
+from torch.amp.grad_scaler import OptState
 
 from flopwise.errors import PrecisionError
 from flopwise.kit.precision import alarm, clipping
+from flopwise.kit.precision.checking import group_of
 from flopwise.kit.precision.late import Late, Review
-from flopwise.kit.precision.masked_step import has_state, masked_step, supports_skipping, unmaskable
-from flopwise.kit.precision.saying import Once, users_line
-from flopwise.kit.precision.statistics import (
-    by_device,
-    gradients,
-    largest,
-    local,
-    scale_for,
-    underflow,
-)
+from flopwise.kit.precision.leftovers import multiply
+from flopwise.kit.precision.saying import users_line
+from flopwise.kit.precision.schedule import CEILING_REVIEWS, MagnitudeSchedule
+from flopwise.kit.precision.statistics import gradients
+from flopwise.kit.precision.unwaiting import UnwaitingScaler
 
-#: Reviews for which an overflow keeps the scale below the one that overflowed: 20 of 100 steps are the 2,000 steps
-#: after which GradScaler tries the next power of two (torch.amp.GradScaler, growth_interval).
-CEILING_REVIEWS = 20
-#: Updates between two late reads on a CUDA device.
-READ_EVERY = 10
 #: Growth interval that is never reached: the scale then only backs off.
 _NEVER = 2**31 - 1
 
 
-class DynamicScaler(GradScaler):
+class DynamicScaler(UnwaitingScaler):
     """Scales losses for float16 as `GradScaler` does, with a scale that follows the size of the gradients.
 
     ```
@@ -85,38 +74,34 @@ class DynamicScaler(GradScaler):
         unfused: str = "auto",
         verbose: bool = False,
     ) -> None:
+        if schedule not in ("magnitude", "growth"):
+            raise PrecisionError(f"schedule={schedule!r}: it is 'magnitude' or 'growth'")
+        if alarm_skips < 1:
+            raise PrecisionError(f"alarm_skips={alarm_skips}: it must be at least 1")
         follows = schedule == "magnitude"
-        _checked(schedule, unfused, headroom, review_steps, alarm_skips)
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         start = init_scale if init_scale is not None else (1024.0 if follows else 2.0**16)
-        super().__init__(device, start, growth_factor, backoff_factor, growth_interval, enabled)
-        self.schedule, self.review_steps, self.headroom = schedule, review_steps, headroom
-        self.min_scale = (
-            min_scale if min_scale is not None else (2.0**-24 if follows else 2.0**-100)
-        )
+        super().__init__(
+            device, start, growth_factor, backoff_factor, growth_interval, enabled,
+            process_group=process_group, unfused=unfused,
+        )  # fmt: skip
+        self.schedule = schedule
+        self.min_scale = min_scale if min_scale is not None else 2.0 ** (-24 if follows else -100)
         self.max_scale, self.alarm_skips, self.verbose = max_scale, alarm_skips, verbose
-        self._group, self._unfused = process_group, unfused
-        self._names = alarm.names_of(model)
-        self._model = None if model is None else weakref.ref(model)
+        self.review_steps, self.headroom = review_steps, headroom
+        self._magnitude = MagnitudeSchedule(review_steps, headroom, self.min_scale, max_scale)
         self._updates = 0
-        self._ceilings: deque[torch.Tensor] = deque(maxlen=CEILING_REVIEWS)
-        self._history: list[list[float]] = []  # from a checkpoint, until there is a ring
+        self._history: list[list[float]] = []  # rows of a checkpoint, until there is a ring
         self._skipped = 0  # up to that checkpoint
-        self._transient()
+        self._forget()
+        self._alarm = alarm.Alarm(alarm_skips, model)
 
-    def _transient(self) -> None:
-        """Sets what does not outlive a pickle."""
+    def _forget(self) -> None:
+        super()._forget()
         self._late: Late | None = None
-        self._trace: alarm.ForwardTrace | None = None
-        self._once = Once()
-        self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        self._amax: dict[int, list[torch.Tensor]] = {}  # of unscaled gradients, by optimizer
-        self._unscaled_before: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        self._unscaled_at: dict[int, str | None] = {}
-        self._sample: torch.Tensor | None = None
+        self._alarm = alarm.Alarm(self.alarm_skips)
         self._backwards = 0  # calls of scale since the last update
         self._owed = self._seen_skips = 0
-        self._alarmed = False
         self._clip_watch = clipping.ClipWatch()
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -144,13 +129,13 @@ class DynamicScaler(GradScaler):
         if not self._enabled:
             return
         self._heard_clip(optimizer)
-        key = self._knows(optimizer)
+        key = self._left.know(optimizer)
         stage = self._per_optimizer_states[key]["stage"]
         if stage is OptState.UNSCALED:
             self._once.say(
                 "unscale",
                 f"unscale_() was called at {users_line()} on gradients that it unscaled before"
-                f"{_at(self._unscaled_at.get(key))}: the second call does nothing. Once per optimizer step is enough.",
+                f"{_at(self._left.unscaled_at.get(key))}: the second call does nothing. Once per optimizer step is enough.",
             )
             return
         if stage is OptState.STEPPED:
@@ -159,7 +144,7 @@ class DynamicScaler(GradScaler):
                 "calls of this window): the optimizer has used these gradients. The order is scale, backward, "
                 "unscale_, clip, step, and update once at the end."
             )
-        self._unscaled_at[key] = users_line()
+        self._left.unscaled_at[key] = users_line()
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -172,72 +157,71 @@ class DynamicScaler(GradScaler):
         """
         if not self._enabled:
             return cast("float | None", optimizer.step(*args, **kwargs))
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise RuntimeError(
+                f"step() at {users_line()} was given a closure: a step that computes gradients by itself cannot be "
+                "checked before. Call backward first, then step without it; LBFGS needs bfloat16 or float32."
+            )
+        kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
         self._heard_clip(optimizer)
-        key = self._knows(optimizer)
+        key = self._left.know(optimizer)
         state = self._per_optimizer_states[key]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError(
                 f"step() has already been called on this {type(optimizer).__name__} since the last update() "
                 f"(again at {users_line()}): update() is missing at the end of the step before."
             )
-        _collect(optimizer)
-        if not self._shared(optimizer) and not any(True for _ in _with_gradients(optimizer)):
-            if "closure" in kwargs or args:
-                return super().step(optimizer, *args, **kwargs)
+        grads = gradients(optimizer)
+        if not grads and group_of(optimizer, self._group) is None:
             state["stage"] = OptState.STEPPED
             self._once.say(
                 f"empty {key}",
                 f"step() at {users_line()}: no parameter of this {type(optimizer).__name__} has a gradient; it was left out.",
             )
             return None
-        if self._reviews_now():
-            self._look(optimizer, scaled=state["stage"] is OptState.READY)
-        return super().step(optimizer, *args, **kwargs)
+        if self.schedule == "magnitude" and self._magnitude.due(self._updates + 1):
+            scale, _ = self._check_scale_growth_tracker("step")
+            self._magnitude.look(grads, scale, scaled=state["stage"] is OptState.READY)
+        return self._step(optimizer, *args, **kwargs)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Ends the step: backs the scale off if a step was skipped, reviews it if that is due, takes in late numbers.
 
         Where nothing was unscaled or stepped since the last call (a micro-step of an accumulation), it does nothing.
+        While a CUDA graph is captured the schedule is GradScaler's, since a replay runs no Python.
         """
         if not self._enabled:
             return
-        if new_scale is not None:
+        states = self._per_optimizer_states
+        checked = any(state["found_inf_per_device"] for state in states.values())
+        if new_scale is None and not checked:
+            if any(state["stage"] is OptState.STEPPED for state in states.values()):
+                states.clear()  # only optimizers without gradients
+                self._backwards = 0
+            return
+        if new_scale is not None or self._captured():
             super().update(new_scale)
-            self._end_of_window()
+            self._end_of_window(states)
             return
         scale, _ = self._check_scale_growth_tracker("update")
-        states = self._per_optimizer_states
-        if not any(state["found_inf_per_device"] for state in states.values()):
-            if any(state["stage"] is OptState.STEPPED for state in states.values()):
-                self._per_optimizer_states.clear()
-                self._backwards = 0
-            return  # the window is still open: its scale stays
-        strays = self._strays()
+        strays = self._left.strays(states)
         before = scale.clone() if strays else None
         late = self._rows(scale)
-        self._write(late.row(), scale)
-        self._unscaled_before.update(
-            (key, self._optimizers[key])
-            for key, state in states.items()
-            if state["stage"] is OptState.UNSCALED and key in self._optimizers
-        )
-        growth = self._growth_interval
-        if self.schedule == "magnitude":
-            self._growth_interval = _NEVER
-        try:
-            super().update()
-        finally:
-            self._growth_interval = growth
+        late.write([amax for each in self._amaxes.values() for amax in each], scale)
+        self._back_off_or_grow()
         self._updates += 1
-        if self.schedule == "magnitude" and self._updates % self.review_steps == 0:
-            self._review(late, scale)
+        if self.schedule == "magnitude" and self._magnitude.due(self._updates):
+            numbers = self._magnitude.review(late.recent(), scale, self._backoff_factor)
+            late.ask_review(self._updates, numbers)
         scale.clamp_(min=self.min_scale)
         if before is not None:
-            _multiply(strays, scale / before)
-        self._end_of_window()
-        self._take_in(late)
-
-    # -- clipping -------------------------------------------------------------------------------------------------
+            multiply(strays, scale / before)
+        self._end_of_window(states)
+        late.ask()
+        self._say_reviews(late.arrived())
+        self._alarm.heard(
+            late.known, [o for _, o in self._left.alive()], self.min_scale, self._backoff_factor
+        )
 
     def clip_grad_norm_(
         self,
@@ -257,7 +241,7 @@ class DynamicScaler(GradScaler):
         if not self._enabled or self._scale is None:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
         self._clip_watch.stop()
-        unscaled = self._unscaled_parameters()
+        unscaled = self._left.unscaled_parameters(self._per_optimizer_states)
         mixed = {id(p) in unscaled for p in params if p.grad is not None}
         if mixed == {True, False}:
             raise PrecisionError(
@@ -297,9 +281,8 @@ class DynamicScaler(GradScaler):
         Returns whether they were advanced. Call it after `update`. On a CPU that is exact. On a CUDA device skips are known
         late, so a schedule is ahead by the skips of at most the last 20 updates, and then held back.
         """
-        skipped = self.skipped
-        self._owed += skipped - self._seen_skips
-        self._seen_skips = skipped
+        self._owed += self.skipped - self._seen_skips
+        self._seen_skips = self.skipped
         if self._owed > 0:
             self._owed -= 1
             return False
@@ -326,7 +309,7 @@ class DynamicScaler(GradScaler):
             state["flopwise"] = {
                 "updates": self._updates,
                 "skipped": self.skipped,
-                "ceilings": [float(c) for c in self._ceilings],
+                "ceilings": [float(c) for c in self._magnitude.ceilings],
                 "history": self._late.recent().tolist() if self._late else self._history,
             }
         return state
@@ -344,271 +327,80 @@ class DynamicScaler(GradScaler):
                 "weights NaN. Do not continue from it: roll back to one before the losses overflowed, and look for what did."
             )
         super().load_state_dict(state_dict)
-        if not self._enabled:
-            return
-        own = state_dict.get("flopwise", {})
-        self._updates = int(own.get("updates", 0))
-        self._ceilings.clear()
-        self._ceilings.extend(torch.tensor(float(c)) for c in own.get("ceilings", ()))
-        self._history = [list(row) for row in own.get("history", ())]
-        self._skipped = int(own.get("skipped", 0))
-        self._late = None
-        self._seen_skips = self._owed = 0
-        if self._scale is not None:
-            self._rows(self._scale)
+        if self._enabled:
+            self._load_own(state_dict.get("flopwise", {}))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"updates": self._updates, **self.state_dict()} if self._enabled else {}
+        own = self.state_dict()
         state = super().__getstate__()
-        for name in ("_late", "_trace", "_once", "_optimizers", "_amax", "_unscaled_before", "_unscaled_at", "_sample",
-                     "_clip_watch", "_model", "_group"):  # fmt: skip
+        for name in ("_late", "_alarm", "_once", "_left", "_amaxes", "_plain_step", "_clip_watch"):
             state.pop(name, None)
-        state["_names"] = {}
-        if own:
-            state["_history"], state["_skipped"] = (
-                own["flopwise"]["history"],
-                own["flopwise"]["skipped"],
-            )
-            state["_ceilings"] = deque(
-                map(torch.tensor, own["flopwise"]["ceilings"]), maxlen=CEILING_REVIEWS
-            )
+        state.update(_group=None, _magnitude=None, own_state=own.get("flopwise", {}))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        own = state.pop("own_state", {})
         super().__setstate__(state)
-        self._model = self._group = None
-        self._transient()
+        self._magnitude = MagnitudeSchedule(
+            self.review_steps, self.headroom, self.min_scale, self.max_scale
+        )
+        self._forget()
+        self._load_own(own)
+
+    def _load_own(self, own: dict[str, Any]) -> None:
+        self._updates = int(own.get("updates", 0))
+        self._magnitude.ceilings = deque(
+            (torch.tensor(float(c)) for c in own.get("ceilings", ())), maxlen=CEILING_REVIEWS
+        )
+        self._history = [list(row) for row in own.get("history", ())]
+        self._skipped = self._seen_skips = int(own.get("skipped", 0))
+        self._late, self._owed = None, 0
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _unscale_grads_(
-        self,
-        optimizer: torch.optim.Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
-        """Returns found_inf by device; unscales if this is for `unscale_`, and keeps the largest magnitude."""
-        _collect(optimizer)
-        grads = gradients(optimizer)
-        checks_only = allow_fp16  # GradScaler looks without unscaling only for fused optimizers, and says so by this
-        if not allow_fp16 and any(g.dtype is torch.float16 for g in grads):
-            raise ValueError(
-                f"Attempting to unscale FP16 gradients at {users_line()}: the weights are float16. Keep them in float32 under "
-                "autocast, or wrap the optimizer in flopwise.kit.precision.MasterWeights."
-            )
-        key, home = self._knows(optimizer), inv_scale.device
-        assert self._scale is not None
-        per_device: dict[torch.device, torch.Tensor] = {}
-        amaxes: list[torch.Tensor] = []
-        shared = self._shared(optimizer)
-        for device, by_dtype in by_device(grads).items():
-            factor = inv_scale.to(device, non_blocking=True)
-            found = found_inf if device == home else torch.zeros((), device=device)
-            if not checks_only:
-                for tensors in by_dtype.values():
-                    torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
-            amax = largest(by_dtype.values())
-            if amax is None:
-                amax = torch.zeros((), device=device)
-            if checks_only:
-                # The largest magnitude is not finite exactly if any entry is not.
-                torch._amp_foreach_non_finite_check_and_unscale_([amax], found, factor)
-                amax = amax / self._scale.to(device, non_blocking=True)
-            per_device[device] = found
-            amaxes.append(amax.to(home, non_blocking=True))
-        if shared is not None:
-            if not per_device:
-                per_device[home], amaxes = found_inf, [torch.zeros((), device=home)]
-            self._share(shared, per_device, amaxes)
-        self._amax[key] = amaxes
-        return per_device
-
-    def _share(
-        self, group: Any, per_device: dict[torch.device, torch.Tensor], amaxes: list[torch.Tensor]
-    ) -> None:
-        """Makes found_inf and the largest magnitude those of all ranks."""
-        import torch.distributed as dist
-
-        for i, (found, amax) in enumerate(zip(per_device.values(), amaxes, strict=True)):
-            pair = torch.stack(
-                [found, torch.where(torch.isfinite(amax), amax, math.inf).to(found.device)]
-            )
-            dist.all_reduce(pair, dist.ReduceOp.MAX, group=None if group is True else group)
-            found.copy_(pair[0])
-            amaxes[i] = pair[1].to(amax.device, non_blocking=True)
-
-    def _shared(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Returns the group over which this optimizer's found_inf is shared, None for none."""
-        if self._group is not None:
-            return self._group
-        sharded = any(
-            hasattr(p, "to_local") for g in optimizer.param_groups for p in g["params"][:1]
-        )
-        return True if sharded and torch.distributed.is_initialized() else None
-
-    def _maybe_opt_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        optimizer_state: dict[str, Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> float | None:
-        found = list(optimizer_state["found_inf_per_device"].values())
-        if not self._masks(optimizer, found):
-            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        total = (
-            found[0]
-            if len(found) == 1
-            else sum(f.to(found[0].device, non_blocking=True) for f in found)
-        )
-        return cast(
-            "float | None", masked_step(optimizer, cast(torch.Tensor, total), *args, **kwargs)
-        )
-
-    def _masks(self, optimizer: torch.optim.Optimizer, found: list[torch.Tensor]) -> bool:
-        """Returns whether the device decides; if not, found_inf is read, which is free on a CPU."""
-        on_host = all(f.device.type == "cpu" for f in found)
-        if self._unfused == "wait" or (on_host and self._unfused != "masked"):
-            return False
-        reason = unmaskable(optimizer)
-        if reason is not None:
-            self._once.say(
-                f"waits {id(optimizer)}",
-                f"{type(optimizer).__name__} waits for the device at every step, as with GradScaler: {reason}.",
-            )
-            return False
-        return has_state(optimizer)
-
-    def _knows(self, optimizer: torch.optim.Optimizer) -> int:
-        key = id(optimizer)
-        if key not in self._optimizers or self._optimizers[key]() is not optimizer:
-            self._optimizers[key] = weakref.ref(optimizer)
-        return key
-
     def _put_back(self) -> None:
-        """Multiplies gradients by the scale that were unscaled and not used: backward will add scaled ones to them."""
-        left = dict(self._unscaled_before)
-        self._unscaled_before.clear()
-        for key, state in self._per_optimizer_states.items():
-            if state["stage"] is OptState.UNSCALED and key in self._optimizers:
-                left[key] = self._optimizers[key]
-                state["stage"] = OptState.READY
-                state["found_inf_per_device"] = {}
-        for key, ref in left.items():
-            optimizer = ref()
-            grads = [] if optimizer is None else gradients(optimizer)
-            if grads and self._scale is not None:
-                _multiply(grads, self._scale)
-                self._once.say(
-                    "put back",
-                    f"scale() at {users_line()} comes after unscale_(){_at(self._unscaled_at.get(key))} without a step "
-                    "between: gradients of two scales would be summed. The unscaled ones were put back on the scale of "
-                    f"{self.get_scale():g} first, so the sum is right. In an accumulation call unscale_, step and update "
-                    "once, at the end of the window.",
-                )
+        if self._scale is None:
+            return
+        for key in self._left.put_back(self._per_optimizer_states, self._scale):
+            self._once.say(
+                "put back",
+                f"scale() at {users_line()} comes after unscale_(){_at(self._left.unscaled_at.get(key))} without a step "
+                "between: gradients of two scales would be summed. The unscaled ones were put back on the scale first, so "
+                "the sum is right. In an accumulation call unscale_, step and update once, at the end of the window.",
+            )
 
-    def _strays(self) -> list[torch.Tensor]:
-        """Returns scaled gradients of optimizers that did not take part in this window: they must follow the scale."""
-        grads: list[torch.Tensor] = []
-        for key, ref in list(self._optimizers.items()):
-            optimizer = ref()
-            if optimizer is None:
-                del self._optimizers[key]
-                continue
-            states = self._per_optimizer_states
-            if key not in states or states[key]["stage"] is OptState.READY:
-                grads.extend(gradients(optimizer))
-        return grads
+    def _back_off_or_grow(self) -> None:
+        growth_interval = self._growth_interval
+        if self.schedule == "magnitude":
+            self._growth_interval = _NEVER
+        try:
+            super().update()
+        finally:
+            self._growth_interval = growth_interval
 
-    def _unscaled_parameters(self) -> set[int]:
-        found: set[int] = set()
-        for key, state in self._per_optimizer_states.items():
-            optimizer = self._optimizers[key]() if key in self._optimizers else None
-            if optimizer is not None and state["stage"] is OptState.UNSCALED:
-                found.update(id(p) for g in optimizer.param_groups for p in g["params"])
-        return found
+    def _captured(self) -> bool:
+        if self._device != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return False
+        self._once.say(
+            "captured",
+            "update() is captured in a CUDA graph: a replay runs no Python, so the scale follows GradScaler's growth and "
+            "backoff there, and skips are not counted.",
+        )
+        return True
 
     def _rows(self, scale: torch.Tensor) -> Late:
         if self._late is None:
-            self._late = Late(self.review_steps, min(READ_EVERY, self.review_steps), scale.device)
+            self._late = Late(self.review_steps, scale.device)
             self._late.resume(self._history, self._updates, self._skipped)
-            self._seen_skips = self._skipped
             self._history = []
         return self._late
 
-    def _write(self, row: torch.Tensor, scale: torch.Tensor) -> None:
-        amaxes = [a for per in self._amax.values() for a in per]
-        total = amaxes[0] if len(amaxes) == 1 else torch.stack(amaxes).amax()
-        row[0].copy_(total)
-        row[1].copy_(scale)
-
-    def _reviews_now(self) -> bool:
-        return self.schedule == "magnitude" and (self._updates + 1) % self.review_steps == 0
-
-    def _look(self, optimizer: torch.optim.Optimizer, scaled: bool) -> None:
-        grads = gradients(optimizer)
-        if grads and self._scale is not None and len({g.device for g in grads}) == 1:
-            self._sample = underflow(grads, self._scale.to(grads[0].device), scaled)
-
-    def _review(self, late: Late, scale: torch.Tensor) -> None:
-        """Sets the scale by the gradients since the last review, on the device: all ranks choose alike."""
-        rows = late.recent()
-        amax, scales = rows[:, 0], rows[:, 1]
-        finite = torch.isfinite(amax)
-        largest_seen = torch.where(finite, amax, 0.0).amax()
-        self._ceilings.append(torch.where(finite, math.inf, scales * self._backoff_factor).amin())
-        ceiling = torch.stack([c.to(scale.device) for c in self._ceilings]).amin()
-        target = scale_for(
-            largest_seen.clamp(min=2.0**-126), self.headroom, self.min_scale, self.max_scale
-        )
-        target = torch.minimum(target, ceiling)
-        scale.copy_(torch.where(largest_seen > 0, target, scale))
-        shares = (
-            self._sample
-            if self._sample is not None
-            else torch.full((3,), math.nan, device=scale.device)
-        )
-        self._sample = None
-        numbers = torch.cat(
-            [torch.stack([largest_seen, scale.reshape(())]), shares.to(scale.device)]
-        )
-        late.ask_review(self._updates, numbers)
-
-    def _end_of_window(self) -> None:
+    def _end_of_window(self, states: dict[int, dict[str, Any]]) -> None:
+        """Takes the states of the window that `update` has ended."""
+        self._left.end_of_window(states)
         self._backwards = 0
-        self._amax.clear()
+        self._amaxes.clear()
         self._clip_watch.end_of_window()
-
-    def _take_in(self, late: Late) -> None:
-        late.ask()
-        self._say_reviews(late.arrived())
-        if self._trace is not None and self._trace.done:
-            self._once.say("origin", self._trace.words())
-            self._trace = None
-        skips = late.known.in_a_row
-        if skips == 0:
-            self._alarmed = False
-        elif skips >= self.alarm_skips and not self._alarmed:
-            self._alarmed = True
-            alarm.raise_alarm(self, late.known, self._bad_names())
-            model = self._model() if self._model is not None else None
-            if model is not None and self._trace is None:
-                self._trace = alarm.ForwardTrace(model)
-
-    def _bad_names(self) -> list[str]:
-        """Returns names of parameters whose gradients are not finite now; reads the device, for the alarm only."""
-        bad = []
-        for ref in self._optimizers.values():
-            optimizer = ref()
-            for i, param in enumerate(_with_gradients(optimizer) if optimizer is not None else ()):
-                grad = local(param.grad)  # type: ignore[arg-type]
-                values = grad._values() if grad.is_sparse else grad
-                if not bool(torch.isfinite(values).all()):
-                    bad.append(
-                        self._names.get(id(param), f"parameter {i} of {type(optimizer).__name__}")
-                    )
-        return bad
 
     def _say_reviews(self, reviews: list[Review]) -> None:
         if self.verbose:
@@ -617,44 +409,12 @@ class DynamicScaler(GradScaler):
 
     def _heard_clip(self, optimizer: torch.optim.Optimizer) -> None:
         heard = self._clip_watch.stop()
-        state = self._per_optimizer_states[id(optimizer)]
-        if heard is not None and state["stage"] is OptState.READY and self._scale is not None:
-            words = clipping.words(heard, self.get_scale(), optimizer)
+        ready = self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY
+        if heard is not None and ready and self._scale is not None:
+            words = clipping.words(heard, self.get_scale())
             if words is not None:
                 self._once.say("clip", words)
 
 
-def _checked(
-    schedule: str, unfused: str, headroom: float, review_steps: int, alarm_skips: int
-) -> None:
-    if schedule not in ("magnitude", "growth"):
-        raise PrecisionError(f"schedule={schedule!r}: it is 'magnitude' or 'growth'")
-    if unfused not in ("auto", "wait", "masked"):
-        raise PrecisionError(f"unfused={unfused!r}: it is 'auto', 'wait' or 'masked'")
-    if headroom < 1 or math.frexp(headroom)[0] != 0.5:
-        raise PrecisionError(f"headroom={headroom}: it must be a power of two of at least 1")
-    if review_steps < 1 or alarm_skips < 1:
-        raise PrecisionError("review_steps and alarm_skips must be at least 1")
-
-
-def _collect(optimizer: torch.optim.Optimizer) -> None:
-    collect = getattr(optimizer, "collect_gradients", None)
-    if collect is not None:
-        collect()
-
-
-def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return (p for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
-
-
-def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-    for device, by_dtype in by_device(grads).items():
-        for tensors in by_dtype.values():
-            torch._foreach_mul_(tensors, factor.to(device, non_blocking=True))
-
-
 def _at(place: str | None) -> str:
     return f" (at {place})" if place else ""
-
-
-__all__ = ["DynamicScaler", "supports_skipping"]

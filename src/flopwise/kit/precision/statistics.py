@@ -19,7 +19,8 @@ SAMPLE = 2**18
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Returns the gradients of an optimizer as plain tensors: values of sparse ones, the local shard of sharded ones.
 
-    They share memory with the gradients, so what is done to them in place is done to those.
+    They share memory with the gradients, so what is done to them in place is done to those. Sparse ones are not
+    coalesced, for which a device would be waited for.
     """
     found = []
     for group in optimizer.param_groups:
@@ -28,8 +29,6 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
             if grad is None:
                 continue
             if grad.is_sparse:
-                if grad.dtype is torch.float16 or not grad.is_coalesced():
-                    param.grad = grad = grad.coalesce()
                 grad = grad._values()
             found.append(local(grad))
     return found
