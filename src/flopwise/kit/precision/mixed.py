@@ -15,6 +15,7 @@ from flopwise.kit.precision import float8
 from flopwise.kit.precision.casting import Call, Wrapped, in_float32
 from flopwise.kit.precision.custom_functions import any_defined, functions_reason, traced_to_modules
 from flopwise.kit.precision.masks import constants_beyond_float16
+from flopwise.kit.precision.master_weights import master_of
 from flopwise.kit.precision.saying import Once
 from flopwise.kit.precision.tf32 import Flags, in_backward_of, tf32
 
@@ -130,15 +131,8 @@ class MixedPrecision:
         """Returns why the dtype cannot be used, None if it can."""
         if self.device.type not in ("cuda", "cpu"):
             return f"not tested on devices of type {self.device.type}"
-        weights = {
-            p.dtype for p in self.module.parameters() if p.is_floating_point() or p.is_complex()
-        }
-        if weights - {torch.float32}:
-            names = ", ".join(sorted(str(d).removeprefix("torch.") for d in weights))
-            return (
-                f"the weights are {names}, not all float32. Model weights in 16 bits without a float32 master copy lose "
-                "updates: keep them float32, or use MasterWeights"
-            )
+        if (reason := _weights_problem(self.module, self.dtype)) is not None:
+            return reason
         if self.dtype == "float8":
             return float8.unavailable(self.device)
         if self.device.type == "cuda":
@@ -246,6 +240,28 @@ def _device(module: nn.Module) -> torch.device:
     for tensor in (*module.parameters(), *module.buffers()):
         return tensor.device
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _weights_problem(module: nn.Module, dtype: str) -> str | None:
+    """Returns why weights of these dtypes do not go with it, None if they do: float32, or with float32 masters."""
+    alone = {
+        p.dtype
+        for p in module.parameters()
+        if master_of(p) is None and (p.is_floating_point() or p.is_complex())
+    }
+    if alone - {torch.float32}:
+        return (
+            f"the weights are {_names(alone)}, not all float32. Model weights in 16 bits without a float32 master copy lose "
+            "updates: keep them float32, or use MasterWeights"
+        )
+    halves = {p.dtype for p in module.parameters() if master_of(p) is not None}
+    if halves - {_AUTOCAST.get(dtype)}:
+        return f"MasterWeights made the weights {_names(halves)}: ask for the same dtype"
+    return None
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
 
 
 def _cuda_problem(device: torch.device, dtype: str) -> str | None:
