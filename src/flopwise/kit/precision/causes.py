@@ -72,6 +72,11 @@ def fills(op: str) -> bool:
     return op in _FILLS
 
 
+def uninitialised(op: str) -> bool:
+    """Returns whether an op gives memory as it is, whose values mean nothing."""
+    return "empty" in op or op == "resize_"
+
+
 def explain(events: list[Event], loss_finite: bool | None) -> tuple[Event | None, str, str]:
     """Returns the event that matters, its cause and its cure; the event is None if nothing went wrong."""
     forward = [e for e in events if e.phase == "forward"]

@@ -10,27 +10,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction, Function
 
 from flopwise.kit.nested import tensors_in
+from flopwise.kit.precision.watching import nodes_behind
 
 _LIBRARIES = ("torch", "torchvision", "torchaudio", "torchao")
-
-
-def custom_functions(tensors: Iterable[torch.Tensor], limit: int = 100_000) -> tuple[str, ...]:
-    """Returns the script's autograd Functions in the graphs of `tensors` that declare no autocast policy.
-
-    Functions of torch itself are left out, and those decorated with `torch.amp.custom_fwd`. At most `limit` nodes are
-    looked at.
-    """
-    found: set[str] = set()
-    for node in _nodes(tensors, set(), limit):
-        name = _undeclared(node)
-        if name is not None:
-            found.add(name)
-    return tuple(sorted(found))
 
 
 def functions_reason(names: Iterable[str]) -> str:
@@ -63,7 +49,8 @@ def traced_to_modules(root: nn.Module) -> Iterator[dict[nn.Module, tuple[str, ..
     seen: set[Any] = set()
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
-        names = {n for node in _nodes(tensors_in(output), seen) if (n := _undeclared(node))}
+        behind = nodes_behind(*(t.grad_fn for t in tensors_in(output)), seen=seen)
+        names = {n for node in behind if (n := _undeclared(node))}
         if names:
             found[module] = tuple(sorted({*found.get(module, ()), *names}))
 
@@ -73,18 +60,6 @@ def traced_to_modules(root: nn.Module) -> Iterator[dict[nn.Module, tuple[str, ..
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _nodes(tensors: Iterable[torch.Tensor], seen: set[Any], limit: int = 100_000) -> Iterator[Any]:
-    """Yields the graph nodes behind tensors that have not been seen."""
-    todo: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    while todo and len(seen) < limit:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        yield node
-        todo.extend(parent for parent, _ in node.next_functions if parent is not None)
 
 
 def _undeclared(node: Any) -> str | None:

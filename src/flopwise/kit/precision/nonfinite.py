@@ -13,9 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopwise.flops.zero import VIEWS
 from flopwise.kit.nested import tensors_in
-from flopwise.kit.precision.causes import Event, Range, explain, fills
+from flopwise.kit.precision.causes import Event, Range, explain, fills, uninitialised
 from flopwise.kit.precision.saying import users_line
-from flopwise.kit.precision.watching import Where, current_node, forward_line, modules_of
+from flopwise.kit.precision.watching import (
+    Where,
+    current_node,
+    forward_line,
+    modules_of,
+    nodes_behind,
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ def find_nonfinite(
         came_in = _in_batch(batch)
         with torch.autograd.set_detect_anomaly(True, check_nan=False), watch:
             _run(step, batch, watch)
+        watch.ended()
     return came_in or watch.result()
 
 
@@ -123,6 +130,7 @@ class _Watch(TorchDispatchMode):
         self._tainted: set[int] = set()  # storages that hold what an op here made non-finite
         self._came_in: NonFinite | None = None
         self._backward_seen = False
+        self._suspects: list[tuple[Any, Event]] = []  # of backward, with their graph nodes
         self._last_scalar: torch.Tensor | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -156,37 +164,52 @@ class _Watch(TorchDispatchMode):
         if node is None and outs and outs[0].dim() == 0:
             self._last_scalar = outs[0].detach()
         self._arrivals(ins)
+        if node is not None and any(_has_nan_or_inf(t) for t in ins):
+            self._passed_on(node)
         bad = next((t for t in outs if not _finite(t)), None)
         if bad is None:
             self._tainted.difference_update(_storage(t) for t in outs)
             return
+        if uninitialised(name):
+            return
         self._tainted.update(_storage(t) for t in outs)
-        if fills(name) or (
-            node is None and any(not _finite(t) for t in ins) and not _adds_nan(bad, ins)
-        ):
+        if fills(name):
             return
-        if node is not None and not self._relevant(bad):
-            return
+        if node is None:
+            if all(_finite(t) for t in ins) or _adds_nan(bad, ins):
+                self.events.append(self._event(name, ins, args, bad, None))
+        # After a loss that is not finite no gradient is.
+        elif self.loss_finite is not False and all(node is not n for n, _ in self._suspects):
+            self._suspects.append((node, self._event(name, ins, args, bad, node)))
+
+    def _event(
+        self, name: str, ins: list[torch.Tensor], args: Any, bad: torch.Tensor, node: Any
+    ) -> Event:
         has_nan = bool(torch.isnan(bad).any())
         value = "NaN" if has_nan else ("-inf" if not bool((bad == float("inf")).any()) else "inf")
-        self.events.append(
-            Event(
-                "forward" if node is None else "backward",
-                value,
-                name.strip("_"),
-                self._where.module(),
-                users_line() if node is None else forward_line(node),
-                _name(bad.dtype),
-                tuple(Range.of(t) for t in ins),
-                None if node is None else type(node).__name__,
-                ins,
-                args,
-            )
-        )
+        return Event(
+            "forward" if node is None else "backward", value, name.strip("_"), self._where.module(),
+            users_line() if node is None else forward_line(node), _name(bad.dtype), tuple(Range.of(t) for t in ins),
+            None if node is None else type(node).__name__, ins, args,
+        )  # fmt: skip
 
-    def _relevant(self, bad: torch.Tensor) -> bool:
-        """Whether a non-finite value in backward says something: after a loss that was not finite, all of them do not."""
-        return self.loss_finite is not False
+    def _passed_on(self, node: Any) -> None:
+        """Takes the first suspect for one whose values have reached this node: formulas mask what is not finite inside."""
+        for suspect, event in self._suspects:
+            if suspect is not node and any(n is node for n in nodes_behind(suspect)):
+                self.events.append(event)
+                return
+
+    def ended(self) -> None:
+        """Looks, before gradients are put back, which suspects have reached a gradient."""
+        if any(event.phase == "backward" for event in self.events):
+            return
+        for suspect, event in self._suspects:
+            leaves = (getattr(n, "variable", None) for n in nodes_behind(suspect))
+            grads = [leaf.grad for leaf in leaves if leaf is not None and leaf.grad is not None]
+            if any(not _finite(g) for g in grads):
+                self.events.append(event)
+                return
 
     def _arrivals(self, ins: list[torch.Tensor]) -> None:
         for tensor in ins:

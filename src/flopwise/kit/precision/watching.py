@@ -84,6 +84,18 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def nodes_behind(*nodes: Any, seen: set[Any] | None = None) -> Iterator[Any]:
+    """Yields graph nodes and all that backward reaches from them, each once, none of `seen`, which grows."""
+    seen = set() if seen is None else seen
+    todo = [node for node in nodes if node is not None]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo.extend(parent for parent, _ in node.next_functions if parent is not None)
+
+
 def forward_line(node: Any) -> str | None:
     """Returns `file:line` of the forward op of a node, where anomaly mode has kept it."""
     lines = node.metadata.get("traceback_") if hasattr(node, "metadata") else None
@@ -120,15 +132,9 @@ def _operand(tensor: torch.Tensor) -> Operand:
 
 def _sign(output: Any, name: str, seen: set[Any]) -> None:
     """Writes the module's name on the graph nodes that it made: those that no module inside it has signed."""
-    todo = [t.grad_fn for t in tensors_in(output) if t.grad_fn is not None]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind(*(t.grad_fn for t in tensors_in(output)), seen=seen):
         metadata: Any = node.metadata
         metadata.setdefault(_OWNER, name)
-        todo.extend(parent for parent, _ in node.next_functions if parent is not None)
 
 
 def _inside(path: str) -> bool:
