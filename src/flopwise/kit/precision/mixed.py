@@ -187,7 +187,7 @@ class MixedPrecision:
             if not self._looked and torch.is_grad_enabled():
                 self._looked = True
                 if any_defined():
-                    return self._first_call(call, args, kwargs)
+                    return self._first_call(call, inside, args, kwargs)
             return inside(*args, **kwargs)
 
         return mixed
@@ -211,22 +211,33 @@ class MixedPrecision:
 
         return under_tf32
 
-    def _first_call(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Makes the call in float32 and keeps the modules there whose Functions have no autocast policy."""
+    def _first_call(
+        self, call: Call, inside: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Makes the call in float32 and keeps the modules there whose Functions have no autocast policy.
+
+        Weights with masters are 16-bit already: then the call is made under autocast, and such Functions are refused.
+        """
+        halves = any(master_of(p) is not None for p in self.module.parameters())
         with traced_to_modules(self.module) as found, _eagerly():
-            outputs = call(*args, **kwargs)
-        for module, names in found.items():
-            name = self._names.get(id(module), type(module).__name__)
-            if module is self.module or not name:
-                self.declined = functions_reason(names)
-                self._once.say(
-                    "root",
-                    f"{self.dtype} is taken back: {self.declined}. They are called by the root module itself.",
-                )
-                self.undo()
-                return outputs
-        for module, names in found.items():
-            name = self._names.get(id(module), type(module).__name__)
+            outputs = (inside if halves else call)(*args, **kwargs)
+        named = {
+            self._names.get(id(module), ""): (module, names) for module, names in found.items()
+        }
+        if named and halves:
+            raise PrecisionError(
+                f"{', '.join(named) or 'the model'}: {functions_reason(n for _, names in named.values() for n in names)}. "
+                "Decorate them, or leave MasterWeights out: their modules are then kept in float32."
+            )
+        if "" in named:
+            self.declined = functions_reason(named[""][1])
+            self._once.say(
+                "root",
+                f"{self.dtype} is taken back: {self.declined}. They are called by the root module itself.",
+            )
+            self.undo()
+            return outputs
+        for name, (module, names) in named.items():
             why = f"its autograd Function {', '.join(names)} declares no autocast policy"
             self._keep(module, name, why)
             self._once.say(

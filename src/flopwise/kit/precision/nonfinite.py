@@ -141,15 +141,14 @@ class _Watch(TorchDispatchMode):
         node = current_node()
         self._phase(node)
         # In backward the first gradient that is not finite is enough.
-        done = any(e.phase == "backward" for e in self.events)
-        ins = (
-            []
-            if done
-            else [t.detach().clone() if name.endswith("_") else t for t in _floats((args, kwargs))]
-        )
+        if any(e.phase == "backward" for e in self.events):
+            return func(*args, **kwargs)
+        ins = _floats((args, kwargs))
+        self._arrivals(ins)
+        if name.endswith("_"):
+            ins = [t.detach().clone() for t in ins]
         out = func(*args, **kwargs)
-        if not done:
-            self._look(name, ins, args, _floats(out), node)
+        self._look(name, ins, args, _floats(out), node)
         return out
 
     def _phase(self, node: Any) -> None:
@@ -163,7 +162,6 @@ class _Watch(TorchDispatchMode):
     ) -> None:
         if node is None and outs and outs[0].dim() == 0:
             self._last_scalar = outs[0].detach()
-        self._arrivals(ins)
         if node is not None and any(_has_nan_or_inf(t) for t in ins):
             self._passed_on(node)
         bad = next((t for t in outs if not _finite(t)), None)
