@@ -21,6 +21,7 @@ _FILLS = {
     "masked_fill", "masked_fill_", "fill_", "full", "full_like", "new_full", "where", "clamp", "clamp_", "add", "sub",
     "mul", "index_fill", "index_fill_",
 }  # fmt: skip
+_INTEGERS = ("int64", "int32", "int16", "int8", "long", "int")
 _OPERATIONS: dict[type[ast.operator], Any] = {
     ast.Pow: lambda a, b: a**b,
     ast.Mult: lambda a, b: a * b,
@@ -109,17 +110,11 @@ class _Numbers:
 
     def found(self) -> Iterator[tuple[float, int]]:
         for node in ast.walk(self._function):
-            if isinstance(node, ast.Call) and _called(node) in _FILLS:
-                candidates = [*node.args, *(k.value for k in node.keywords)]
-            elif isinstance(node, ast.BinOp) and self._value(node) is None:
-                candidates = [node.left, node.right]
-            elif isinstance(node, ast.AugAssign):
-                candidates = [node.value]
-            else:
-                continue
-            for candidate in candidates:
+            for candidate, sign in _candidates(node):
                 value = self._value(candidate)
-                if value is not None and math.isfinite(value) and abs(value) > FLOAT16_MAX:
+                if value is None or not math.isfinite(value) or abs(value) <= FLOAT16_MAX:
+                    continue
+                if sign is None or value * sign < 0:
                     yield value, candidate.lineno
 
     def _value(self, node: ast.AST) -> float | None:
@@ -145,6 +140,28 @@ class _Numbers:
             if node.attr in ("min", "max") and "finfo(torch.float32)" in ast.unparse(node.value):
                 return float(getattr(torch.finfo(torch.float32), node.attr))
         return None
+
+
+def _candidates(node: ast.AST) -> Iterator[tuple[ast.expr, int | None]]:
+    """Yields expressions that may be a mask's constant, and by which sign they then become negative: None for either.
+
+    What is filled in counts with any sign. What is added or multiplied must be negative: large positive factors are not
+    masks (rotary bases, units of time).
+    """
+    if isinstance(node, ast.Call) and _called(node) in _FILLS:
+        if not any(
+            k.arg == "dtype" and ast.unparse(k.value).endswith(_INTEGERS) for k in node.keywords
+        ):
+            for value in (*node.args, *(k.value for k in node.keywords)):
+                yield value, None
+    elif isinstance(node, (ast.BinOp, ast.AugAssign)):
+        sign = {ast.Add: 1, ast.Mult: 1, ast.Sub: -1}.get(type(node.op))
+        if sign is not None and isinstance(node, ast.AugAssign):
+            yield node.value, sign
+        elif sign is not None and isinstance(node, ast.BinOp):
+            yield node.right, sign
+            if sign > 0:
+                yield node.left, sign
 
 
 def _called(node: ast.Call) -> str | None:

@@ -1,0 +1,121 @@
+"""The check of gradients, alone and over two ranks."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flopwise.kit.precision.checking import check, group_of, share
+
+CPU = torch.device("cpu")
+
+
+def test_a_check_alone_reads_and_writes_nothing() -> None:
+    grads = [torch.tensor([1.0, -3.0]), torch.tensor([2.0]).half()]
+    versions = [g._version for g in grads]
+    found, amaxes = check(grads, torch.zeros(()), None)
+    assert {k: v.item() for k, v in found.items()} == {CPU: 0.0}
+    assert [a.item() for a in amaxes] == [3.0]
+    assert [g._version for g in grads] == versions
+
+
+def test_unscaling_multiplies_and_gives_the_size_before() -> None:
+    grads = [torch.tensor([1.0, -3.0])]
+    _, amaxes = check(grads, torch.zeros(()), torch.tensor(0.25))
+    assert grads[0].tolist() == [0.25, -0.75]
+    assert [a.item() for a in amaxes] == [3.0]
+
+
+@pytest.mark.parametrize("inverse", [None, torch.tensor(0.5)])
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_anything_not_finite_is_found(bad: float, inverse: torch.Tensor | None) -> None:
+    found_inf = torch.zeros(())
+    found, amaxes = check([torch.tensor([1.0, bad]), torch.ones(3)], found_inf, inverse)
+    assert found[CPU] is found_inf
+    assert found_inf.item() == 1.0
+    assert not math.isfinite(amaxes[0].item())
+
+
+def test_empty_gradients_are_finite() -> None:
+    found, amaxes = check([torch.empty(0)], torch.zeros(()), None)
+    assert (found[CPU].item(), [a.item() for a in amaxes]) == (0.0, [0.0])
+
+
+def test_a_group_is_what_was_asked_for_or_that_of_shards(one_rank: None) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    assert group_of(optimizer, None) is None
+    assert group_of(optimizer, True) is True
+    sharded: Any = nn.Parameter(torch.ones(1))
+    sharded.to_local = lambda: sharded
+    assert group_of(torch.optim.SGD([sharded], 0.1), None) is True
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_sharing_says_inf_for_anything_not_finite(one_rank: None, bad: float) -> None:
+    home = torch.zeros(())
+    found, amaxes = share(True, check([torch.tensor([bad])], home, None), home)
+    assert (found[CPU].item(), [a.item() for a in amaxes]) == (1.0, [math.inf])
+
+
+def test_a_rank_without_gradients_takes_part(one_rank: None) -> None:
+    home = torch.zeros(())
+    found, amaxes = share(True, ({}, []), home)
+    assert (found[CPU] is home, home.item(), [a.item() for a in amaxes]) == (True, 0.0, [0.0])
+
+
+RANK = """
+import sys, torch
+from torch import nn
+import torch.distributed as dist
+from flopwise.kit.precision import DynamicScaler
+
+rank, folder = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+weight = nn.Parameter(torch.zeros(2))  # each rank its own shard
+fused = sys.argv[3] == "fused"
+optimizer = torch.optim.SGD([weight], 1.0, fused=fused)
+scaler = DynamicScaler("cpu", process_group=True, review_steps=4)
+seen = []
+for step in range(12):
+    optimizer.zero_grad()
+    if not (rank == 1 and step == 7):  # a rank without gradients
+        size = float("inf") if (rank, step) == (1, 2) else float(10 ** rank)
+        scaler.scale((weight * size).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    seen.append((scaler.get_scale(), scaler.skipped))
+print(seen, weight.tolist())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("kind", ["fused", "plain"])
+def test_two_ranks_skip_together_and_choose_one_scale(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path), kind],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    outs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outs
+    first, second = ("(" + out.strip().replace("] [", "], [") + ")" for out, _ in outs)
+    (seen, weight), (others, other_weight) = eval(first), eval(second)
+    assert seen == others
+    # 512 after the skip of step 2; 65504 / 16 / 10 = 409, so 256 from the first review on
+    assert [scale for scale, _ in seen] == [1024.0, 1024.0, 512.0, *[256.0] * 9]
+    assert seen[-1][1] == 1
+    # eleven steps, of which the second rank had ten with a gradient
+    assert weight == [-11.0, -11.0]
+    assert other_weight == [-100.0, -100.0]
