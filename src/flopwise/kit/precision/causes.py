@@ -15,6 +15,8 @@ _FILLS = {
 #: Sums and powers, whose result can be beyond float16 though no entry is.
 _ACCUMULATE = {"sum", "mean", "pow", "linalg_vector_norm", "norm", "cumsum", "prod", "var", "var_mean", "std", "exp", "mul",
                "addmm", "mm", "bmm", "baddbmm", "convolution", "add", "square", "logsumexp"}  # fmt: skip
+#: Arithmetic by which masks are made.
+_MASKING = {"add", "sub", "rsub", "mul", "neg", "_to_copy", "to_copy", "to", "copy"}
 _HALF = ("float16",)
 
 
@@ -83,8 +85,8 @@ def explain(events: list[Event], loss_finite: bool | None) -> tuple[Event | None
     backward = [e for e in events if e.phase == "backward"]
     if loss_finite and backward:
         return _in_backward(backward[0], forward)
-    if loss_finite is not False and not backward and all(e.value == "-inf" for e in forward):
-        return None, "", ""  # masks
+    if loss_finite is not False and not backward and all(_meant(e, loss_finite) for e in forward):
+        return None, "", ""
     masked = next((e for e in forward if _softmax(e) and e.value == "NaN"), None)
     first = forward[0] if forward else None
     if masked is not None and (first is masked or first is None or first.value == "-inf"):
@@ -94,6 +96,11 @@ def explain(events: list[Event], loss_finite: bool | None) -> tuple[Event | None
             (backward[0], *_in_backward(backward[0], forward)[1:]) if backward else (None, "", "")
         )
     return first, *_in_forward(first)
+
+
+def _meant(event: Event, loss_finite: bool | None) -> bool:
+    """Returns whether -inf is a mask: with a finite loss it is, else where arithmetic of masks has made it."""
+    return event.value == "-inf" and (loss_finite is True or event.op in _MASKING)
 
 
 def _softmax(event: Event) -> bool:
@@ -151,7 +158,7 @@ def _in_forward(event: Event) -> tuple[str, str]:
             f"Clamp the input of {event.op} away from it, or add an epsilon inside.",
         )
     if (
-        event.op in ("div", "true_divide", "reciprocal", "_softmax", "_log_softmax")
+        event.op in ("div", "true_divide", "reciprocal", "softmax", "log_softmax")
         and event.value == "NaN"
     ):
         return (
