@@ -12,6 +12,10 @@ _FILLS = {
     "fill", "full", "full_like", "new_full", "masked_fill", "where", "scalar_tensor", "index_fill", "constant_pad_nd",
     "masked_fill_", "fill_", "copy_", "clone", "cat", "stack", "index_put_", "scatter", "_efficientzerotensor",
 }  # fmt: skip
+_OVERWRITES = {
+    "copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_",
+    "geometric_", "set_",
+}  # fmt: skip
 #: Sums and powers, whose result can be beyond float16 though no entry is.
 _ACCUMULATE = {"sum", "mean", "pow", "linalg_vector_norm", "norm", "cumsum", "prod", "var", "var_mean", "std", "exp", "mul",
                "addmm", "mm", "bmm", "baddbmm", "convolution", "add", "square", "logsumexp"}  # fmt: skip
@@ -72,6 +76,11 @@ class Event:
 def fills(op: str) -> bool:
     """Returns whether an op only writes what it was told to."""
     return op in _FILLS
+
+
+def overwrites(op: str) -> bool:
+    """Returns whether an op in place does not read what it writes to."""
+    return op in _OVERWRITES
 
 
 def uninitialised(op: str) -> bool:

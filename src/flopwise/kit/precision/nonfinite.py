@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopwise.flops.zero import VIEWS
 from flopwise.kit.nested import tensors_in
-from flopwise.kit.precision.causes import Event, Range, explain, fills, uninitialised
+from flopwise.kit.precision.causes import Event, Range, explain, fills, overwrites, uninitialised
 from flopwise.kit.precision.saying import users_line
 from flopwise.kit.precision.watching import (
     Where,
@@ -143,7 +143,8 @@ class _Watch(TorchDispatchMode):
         # In backward the first gradient that is not finite is enough.
         if any(e.phase == "backward" for e in self.events):
             return func(*args, **kwargs)
-        ins = _floats((args, kwargs))
+        read = args[1:] if overwrites(name) else args
+        ins = _floats((read, {k: v for k, v in kwargs.items() if k != "out"}))
         self._arrivals(ins)
         if name.endswith("_"):
             ins = [t.detach().clone() for t in ins]
@@ -218,7 +219,8 @@ class _Watch(TorchDispatchMode):
                 and _has_nan_or_inf(tensor)
             ):
                 known = self._names.get(
-                    tensor.data_ptr(), f"a tensor made before the step ({Range.of(tensor)})"
+                    tensor.data_ptr(),
+                    f"a tensor that this step has not written ({Range.of(tensor)})",
                 )
                 value = "NaN" if bool(torch.isnan(tensor).any()) else "inf"
                 self._came_in = NonFinite(
