@@ -95,24 +95,29 @@ def waits(step: Callable[[], None], steps: int) -> dict[str, float]:
 
 def sync(tiny: bool, deadline: float) -> dict[str, Any]:
     """Waits a step: without a scaler, with GradScaler, with DynamicScaler; reviews included (every 10 steps)."""
-    width, layers, steps = (16, 1, 12) if tiny else (256, 4, 40)
+    width, layers, steps = (16, 1, 12) if tiny else (256, 4, 20)
     x = batch(2, 16 if tiny else 256, width)
+    kinds = [("adamw fused", False), ("sgd foreach", True)]
+    if not tiny:
+        kinds += [
+            ("adamw fused", True),
+            ("sgd fused", False),
+            ("sgd foreach", False),
+            ("adamw foreach", False),
+        ]
     rows = []
-    for kind in KINDS:
-        for clip in (False, True):
-            for arm in ("no scaler", "GradScaler", "DynamicScaler", "DynamicScaler, unfused=wait"):
-                model = Stack(width, layers).to(device())
-                unfused = "wait" if arm.endswith("wait") else ("masked" if tiny else "auto")
-                scalers: dict[str, Any] = {
-                    "no scaler": None,
-                    "GradScaler": GradScaler(device().type),
-                }
-                scaler = scalers.get(arm, DynamicScaler(review_steps=10, unfused=unfused))
-                step = scaled_step(model, optimizer_of(kind, model), x, torch.float16, scaler, clip)
-                per_step = waits(step, steps)
-                rows.append(
-                    {"optimizer": kind, "clip": clip, "arm": arm, "waits_per_step": per_step}
-                )
+    for kind, clip in kinds:
+        for arm in ("no scaler", "GradScaler", "DynamicScaler"):
+            model = Stack(width, layers).to(device())
+            scaler: GradScaler | None = None
+            if arm == "GradScaler":
+                scaler = GradScaler(device().type)
+            elif arm == "DynamicScaler":
+                scaler = DynamicScaler(review_steps=10, unfused="masked")
+            step = scaled_step(model, optimizer_of(kind, model), x, torch.float16, scaler, clip)
+            rows.append(
+                {"optimizer": kind, "clip": clip, "arm": arm, "waits_per_step": waits(step, steps)}
+            )
     base = {
         (r["optimizer"], r["clip"]): r["waits_per_step"] for r in rows if r["arm"] == "no scaler"
     }

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-#: 97.5 % quantile of Student's t by degrees of freedom; above, the normal one. Source: any table of t.
+#: 97.5 % quantile of Student's t by degrees of freedom; between two the larger is taken. Source: any table of t.
 T_975 = {
     1: 12.71,
     2: 4.30,
@@ -24,6 +24,7 @@ T_975 = {
     14: 2.14,
     19: 2.09,
     29: 2.05,
+    59: 2.00,
 }
 
 
@@ -69,10 +70,12 @@ def loss_of(model: nn.Module, x: torch.Tensor, factor: float = 1.0) -> torch.Ten
 
 
 def device() -> torch.device:
+    """Returns the CUDA device, or the CPU without one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def batch(sequences: int, length: int, width: int) -> torch.Tensor:
+    """Returns the same random input each time."""
     torch.manual_seed(1)
     return torch.randn(sequences, length, width, device=device())
 
@@ -131,10 +134,11 @@ def change(times: Mapping[str, Sequence[float]], arm: str, base: str) -> dict[st
     shares = [a / b - 1 for a, b in zip(times[arm], times[base], strict=True)]
     mean, rounds = statistics.fmean(shares), len(shares)
     spread = statistics.stdev(shares) / math.sqrt(rounds) if rounds > 1 else math.inf
-    t = next((v for k, v in sorted(T_975.items()) if k >= rounds - 1), 1.96)
+    t = T_975[max((k for k in T_975 if k < rounds), default=1)]
     low, high = mean - t * spread, mean + t * spread
     return {"frac": mean, "low_frac": low, "high_frac": high, "rounds": rounds}
 
 
 def medians_ms(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Returns the median of each arm in milliseconds."""
     return {name: round(statistics.median(values) * 1e3, 4) for name, values in times.items()}
