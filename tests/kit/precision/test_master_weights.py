@@ -270,7 +270,7 @@ class TestMemory:
         )
         assert after.gradients_bytes == 20_000  # one tensor for weight and master
         assert after.state_bytes == 40_000 + 4  # two moments and the count of steps
-        assert "weights 0.0 MB, masters 0.0 MB" in str(after)
+        assert "weights 10 kB, masters 20 kB, gradients 20 kB" in str(after)
 
 
 class TestRefusals:

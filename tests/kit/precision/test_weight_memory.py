@@ -37,7 +37,7 @@ def test_sparse_gradients_count_what_they_hold() -> None:
 def test_it_is_said_in_megabytes() -> None:
     memory = WeightMemory(2_000_000, 4_000_000, 0, 8_000_000, 0, 1_000_000)
     assert str(memory) == (
-        "weights 2.0 MB, masters 4.0 MB, optimizer state 8.0 MB, total 14.0 MB; in a step under autocast 1.0 MB of 16-bit "
+        "weights 2 MB, masters 4 MB, optimizer state 8 MB, total 14 MB; in a step under autocast 1 MB of 16-bit "
         "copies more"
     )
     assert str(WeightMemory(0, 0, 0, 0, 0, 0)) == "nothing"

@@ -17,6 +17,7 @@ from flopwise.flops.zero import POINTWISE, is_view
 from flopwise.kit.precision.mixed import MixedPrecision
 from flopwise.kit.precision.saying import users_line
 from flopwise.kit.precision.watching import Where, call_of, current_node, modules_of
+from flopwise.units import size
 
 #: From this share of FLOPs on a dtype has taken effect: what is left are heads and gates that are kept on purpose.
 EFFECT_FRAC = 0.95
@@ -93,7 +94,7 @@ class EffectiveDtypes:
             lines.append(f"{row.op_class:<12} {row.dtype:<10} {row.count:>7} {work}")
         if self.weight_casts:
             lines.append(
-                f"weights are cast {self.weight_casts} times a step, {self.weight_cast_bytes / 1e6:.1f} MB read and written"
+                f"weights are cast {self.weight_casts} times a step, {size(self.weight_cast_bytes)} read and written"
             )
         if self.uncounted:
             lines.append(f"FLOPs not told: {', '.join(self.uncounted)}")

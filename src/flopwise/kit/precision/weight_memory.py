@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flopwise.kit.nested import tensors_in
+from flopwise.units import size
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class WeightMemory:
             "buffers": self.buffers_bytes,
             "total": self.total_bytes,
         }
-        words = ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in rows.items() if size)
+        words = ", ".join(f"{name} {size(n)}" for name, n in rows.items() if n)
         if self.autocast_bytes:
-            words += f"; in a step under autocast {self.autocast_bytes / 1e6:.1f} MB of 16-bit copies more"
+            words += f"; in a step under autocast {size(self.autocast_bytes)} of 16-bit copies more"
         return words or "nothing"
 
 
