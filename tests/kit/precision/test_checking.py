@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from flopwise.kit.precision.checking import check, group_of, share
+from flopwise.kit.precision.checking import check, check_and_unscale, group_of, share
 
 CPU = torch.device("cpu")
 
@@ -20,32 +20,42 @@ CPU = torch.device("cpu")
 def test_a_check_alone_reads_and_writes_nothing() -> None:
     grads = [torch.tensor([1.0, -3.0]), torch.tensor([2.0]).half()]
     versions = [g._version for g in grads]
-    found, amaxes = check(grads, torch.zeros(()), None)
+    found, amaxes = check(grads, CPU)
     assert {k: v.item() for k, v in found.items()} == {CPU: 0.0}
     assert [a.item() for a in amaxes] == [3.0]
     assert [g._version for g in grads] == versions
 
 
 def test_unscaling_multiplies_and_gives_the_size_before() -> None:
-    grads = [torch.tensor([1.0, -3.0])]
-    _, amaxes = check(grads, torch.zeros(()), torch.tensor(0.25))
+    grads, found_inf = [torch.tensor([1.0, -3.0])], torch.zeros(())
+    found, amaxes = check_and_unscale(grads, found_inf, torch.tensor(0.25))
+    assert found[CPU] is found_inf
     assert grads[0].tolist() == [0.25, -0.75]
     assert [a.item() for a in amaxes] == [3.0]
 
 
-@pytest.mark.parametrize("inverse", [None, torch.tensor(0.5)])
+@pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_anything_not_finite_is_found(bad: float, inverse: torch.Tensor | None) -> None:
-    found_inf = torch.zeros(())
-    found, amaxes = check([torch.tensor([1.0, bad]), torch.ones(3)], found_inf, inverse)
-    assert found[CPU] is found_inf
-    assert found_inf.item() == 1.0
-    assert not math.isfinite(amaxes[0].item())
+def test_anything_not_finite_is_found_alike(bad: float, at: int) -> None:
+    def grads() -> list[torch.Tensor]:
+        values = [torch.ones(2, 3), torch.ones(5), torch.ones(1)]
+        values[at].view(-1)[-1] = bad
+        return values
+
+    for found, amaxes in (
+        check(grads(), CPU),
+        check_and_unscale(grads(), torch.zeros(()), torch.tensor(0.5)),
+    ):
+        assert found[CPU].item() == 1.0
+        assert not math.isfinite(amaxes[0].item())
 
 
 def test_empty_gradients_are_finite() -> None:
-    found, amaxes = check([torch.empty(0)], torch.zeros(()), None)
-    assert (found[CPU].item(), [a.item() for a in amaxes]) == (0.0, [0.0])
+    for found, amaxes in (
+        check([torch.empty(0)], CPU),
+        check_and_unscale([torch.empty(0)], torch.zeros(()), torch.tensor(0.5)),
+    ):
+        assert (found[CPU].item(), [a.item() for a in amaxes]) == (0.0, [0.0])
 
 
 def test_a_group_is_what_was_asked_for_or_that_of_shards(one_rank: None) -> None:
@@ -59,15 +69,13 @@ def test_a_group_is_what_was_asked_for_or_that_of_shards(one_rank: None) -> None
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_sharing_says_inf_for_anything_not_finite(one_rank: None, bad: float) -> None:
-    home = torch.zeros(())
-    found, amaxes = share(True, check([torch.tensor([bad])], home, None), home)
+    found, amaxes = share(True, check([torch.tensor([bad])], CPU), CPU)
     assert (found[CPU].item(), [a.item() for a in amaxes]) == (1.0, [math.inf])
 
 
 def test_a_rank_without_gradients_takes_part(one_rank: None) -> None:
-    home = torch.zeros(())
-    found, amaxes = share(True, ({}, []), home)
-    assert (found[CPU] is home, home.item(), [a.item() for a in amaxes]) == (True, 0.0, [0.0])
+    found, amaxes = share(True, ({}, []), CPU)
+    assert (found[CPU].item(), [a.item() for a in amaxes]) == (0.0, [0.0])
 
 
 RANK = """

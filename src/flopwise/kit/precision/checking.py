@@ -14,19 +14,36 @@ from flopwise.kit.precision.statistics import by_device, largest
 Checked = tuple[dict[torch.device, torch.Tensor], list[torch.Tensor]]
 
 
-def check(
-    grads: Sequence[torch.Tensor],
-    found_inf: torch.Tensor,
-    inverse_scale: torch.Tensor | None,
-) -> Checked:
-    """Returns found_inf by device and the largest magnitude of the gradients as they come; unscales them afterwards.
+def check(grads: Sequence[torch.Tensor], home: torch.device) -> Checked:
+    """Returns found_inf by device and the largest magnitude of the gradients, in one pass that only reads them.
 
-    The largest magnitude is not finite exactly if any entry is not, so a check alone reads the gradients and writes
-    nothing.
+    The largest magnitude is not finite exactly if any entry is not.
+
+    Args:
+        home: the device that magnitudes are brought to.
+    """
+    per_device: dict[torch.device, torch.Tensor] = {}
+    amaxes: list[torch.Tensor] = []
+    for device, by_dtype in by_device(grads).items():
+        found, one = torch.arange(
+            2, dtype=torch.float32, device=device
+        )  # two scalars by one kernel
+        amax = largest(by_dtype.values())
+        if amax is None:
+            amax = torch.zeros((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_([amax], found, one)
+        per_device[device] = found
+        amaxes.append(amax.to(home, non_blocking=True))
+    return per_device, amaxes
+
+
+def check_and_unscale(
+    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> Checked:
+    """Returns found_inf by device and the largest magnitude of the gradients before; multiplies them by a scalar.
 
     Args:
         found_inf: scalar that becomes 1, on the home device.
-        inverse_scale: what the gradients are multiplied by; None leaves them as they are.
     """
     home = found_inf.device
     per_device: dict[torch.device, torch.Tensor] = {}
@@ -34,17 +51,13 @@ def check(
     for device, by_dtype in by_device(grads).items():
         found = found_inf if device == home else torch.zeros((), device=device)
         amax = largest(by_dtype.values())
-        if amax is None:
-            amax = torch.zeros((), device=device)
-        if inverse_scale is None:
-            one = torch.ones((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_([amax], found, one)
-        else:
-            factor = inverse_scale.to(device, non_blocking=True)
-            for tensors in by_dtype.values():
-                torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
+        amaxes.append(
+            (torch.zeros((), device=device) if amax is None else amax).to(home, non_blocking=True)
+        )
+        factor = inverse_scale.to(device, non_blocking=True)
+        for tensors in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
         per_device[device] = found
-        amaxes.append(amax.to(home, non_blocking=True))
     return per_device, amaxes
 
 
@@ -61,17 +74,16 @@ def group_of(optimizer: torch.optim.Optimizer, asked: Any) -> Any:
     return True if sharded and torch.distributed.is_initialized() else None
 
 
-def share(group: Any, checked: Checked, found_inf: torch.Tensor) -> Checked:
+def share(group: Any, checked: Checked, home: torch.device) -> Checked:
     """Returns the check of all ranks: found if any found, the largest of all; True is the default group.
 
-    A rank without gradients takes part with `found_inf` and 0.
+    A rank without gradients takes part with 0.
     """
     import torch.distributed as dist
 
     per_device, amaxes = checked
-    home = found_inf.device
     if not per_device:
-        per_device, amaxes = {home: found_inf}, [torch.zeros((), device=home)]
+        per_device, amaxes = {home: torch.zeros((), device=home)}, [torch.zeros((), device=home)]
     founds = torch.stack([f.to(home, non_blocking=True) for f in per_device.values()]).amax()
     amax = torch.stack(amaxes).amax()
     # NaN is not ordered, so whether MAX keeps it is up to the backend; inf says the same here.

@@ -182,7 +182,11 @@ class DynamicScaler(UnwaitingScaler):
         if self.schedule == "magnitude" and self._magnitude.due(self._updates + 1):
             scale, _ = self._check_scale_growth_tracker("step")
             self._magnitude.look(grads, scale, scaled=state["stage"] is OptState.READY)
-        return self._step(optimizer, *args, **kwargs)
+        self._looked = (key, grads)
+        try:
+            return self._step(optimizer, *args, **kwargs)
+        finally:
+            self._looked = None
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Ends the step: backs the scale off if a step was skipped, reviews it if that is due, takes in late numbers.

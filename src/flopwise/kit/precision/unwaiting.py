@@ -9,7 +9,13 @@ import torch
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from flopwise.errors import PrecisionError
-from flopwise.kit.precision.checking import check, group_of, share
+from flopwise.kit.precision.checking import (
+    Checked,
+    check,
+    check_and_unscale,
+    group_of,
+    share,
+)
 from flopwise.kit.precision.leftovers import Leftovers
 from flopwise.kit.precision.masked_step import has_state, masked_step, unmaskable
 from flopwise.kit.precision.saying import Once, users_line
@@ -48,6 +54,14 @@ class UnwaitingScaler(GradScaler):
         self._left = Leftovers()
         self._amaxes: dict[int, list[torch.Tensor]] = {}  # of scaled gradients, by optimizer
         self._plain_step: dict[type, bool] = {}
+        self._looked: tuple[int, list[torch.Tensor]] | None = None
+
+    def _gradients(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """Returns the gradients of an optimizer, once collected in a step where they were looked at already."""
+        looked, self._looked = self._looked, None
+        return (
+            looked[1] if looked is not None and looked[0] == id(optimizer) else gradients(optimizer)
+        )
 
     def _step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Steps the optimizer unless its gradients are not finite; returns what its step returns."""
@@ -63,17 +77,23 @@ class UnwaitingScaler(GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         """Returns found_inf by device; unscales if this is for `unscale_`, and keeps the largest magnitude."""
-        grads = gradients(optimizer)
-        checks_only = allow_fp16  # GradScaler looks without unscaling only for fused optimizers, and says so by this
+        grads = self._gradients(optimizer)
         if not allow_fp16 and any(g.dtype is torch.float16 for g in grads):
             raise ValueError(
                 f"Attempting to unscale FP16 gradients at {users_line()}: the weights are float16. Keep them in float32 "
                 "under autocast, or give them float32 copies by flopwise.kit.precision.MasterWeights."
             )
-        checked = check(grads, found_inf, None if checks_only else inv_scale)
+        return self._checked(
+            optimizer, check_and_unscale(grads, found_inf, inv_scale), found_inf.device
+        )
+
+    def _checked(
+        self, optimizer: torch.optim.Optimizer, checked: Checked, home: torch.device
+    ) -> dict[torch.device, torch.Tensor]:
+        """Shares a check with the other ranks where that is to be, and keeps its magnitudes; returns found_inf by device."""
         group = group_of(optimizer, self._group)
         if group is not None:
-            checked = share(group, checked, found_inf)
+            checked = share(group, checked, home)
         per_device, self._amaxes[self._left.know(optimizer)] = checked
         return per_device
 
@@ -94,8 +114,8 @@ class UnwaitingScaler(GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         ready = state["stage"] is OptState.READY
         if ready:
-            found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
-            state["found_inf_per_device"] = self._unscale_grads_(optimizer, scale, found_inf, True)
+            checked = check(self._gradients(optimizer), scale.device)
+            state["found_inf_per_device"] = self._checked(optimizer, checked, scale.device)
         founds = [f.to(scale.device) for f in state["found_inf_per_device"].values()]
         takes = cast(Any, optimizer)
         takes.grad_scale = scale if ready else None
