@@ -50,6 +50,7 @@ def by_device(
     return groups
 
 
+@torch.no_grad()
 def largest(groups: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor | None:
     """Returns the largest magnitude as a float32 scalar, inf or NaN if any entry is; one pass that only reads.
 
@@ -58,7 +59,7 @@ def largest(groups: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor | None:
     """
     maxima: list[torch.Tensor] = []
     for tensors in groups:
-        filled = [t.detach() for t in tensors if t.numel()]
+        filled = [t for t in tensors if t.numel()]
         if filled:
             maxima.append(joined(torch._foreach_norm(filled, float("inf"))).amax().float())
     if not maxima:
