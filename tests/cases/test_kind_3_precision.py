@@ -274,10 +274,14 @@ class TestAMP05:
         weight = nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([weight], 0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-        scaler = DynamicScaler("cpu", 65536.0, alarm_skips=1000)
-        for _ in range(200):
-            step(scaler, optimizer, (weight * float("inf")).sum())
-            scaler.advance(schedule)
+        scaler = DynamicScaler("cpu", 65536.0)
+
+        def train() -> None:
+            for _ in range(200):
+                step(scaler, optimizer, (weight * float("inf")).sum())
+                scaler.advance(schedule)
+
+        said(train)
         assert schedule.get_last_lr() == [0.1]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -43,7 +45,7 @@ def test_it_is_raised_once_until_a_step_took_place() -> None:
 
 def test_it_names_parameters_from_the_loss_on() -> None:
     net = model()
-    alarm = Alarm(1, net)
+    alarm = Alarm(1, model=net)
     with pytest.warns(PrecisionWarning) as said:
         heard(alarm, known(1), broken(net, "0.weight", "2.weight"))
     assert str(said[0].message) == (
@@ -72,6 +74,42 @@ def test_gradients_that_are_gone_and_a_scale_at_its_floor_are_said() -> None:
     assert "The gradients of this step are gone already" in words
     assert "The scale is at its floor: a smaller one would not help." in words
     assert "fell to 5.96046e-08" in words
+
+
+class TestTheRate:
+    @staticmethod
+    def with_skips(*at: int, updates: int = 100) -> Known:
+        return Known(updates, len(at), recent=deque((i in at for i in range(updates)), maxlen=100))
+
+    def test_many_skips_that_are_not_in_a_row_are_said_once(self) -> None:
+        alarm = Alarm(5, 0.1)
+        heard(alarm, self.with_skips(*range(0, 90, 10)))
+        with pytest.warns(
+            PrecisionWarning, match="10 of the last 100 optimizer steps were skipped"
+        ) as said:
+            heard(alarm, self.with_skips(*range(0, 100, 10)))
+            heard(alarm, self.with_skips(*range(0, 100, 9)))
+            heard(alarm, self.with_skips(*range(0, 100, 12)))
+            heard(alarm, self.with_skips(*range(0, 100, 10)))
+        assert len(said) == 1
+
+    def test_it_is_said_again_after_better_times(self) -> None:
+        alarm = Alarm(5, 0.1)
+        with pytest.warns(PrecisionWarning) as said:
+            heard(alarm, self.with_skips(*range(0, 100, 10)))
+            heard(alarm, self.with_skips(1, 2))
+            heard(alarm, self.with_skips(*range(0, 100, 10)))
+        assert len(said) == 2
+
+    def test_a_few_updates_say_nothing(self) -> None:
+        heard(Alarm(5, 0.1), self.with_skips(*range(0, 60, 2), updates=60))
+
+    def test_a_run_of_skips_is_said_by_its_own_words_alone(self) -> None:
+        state = self.with_skips(*range(80, 100))
+        state.in_a_row = 20
+        with pytest.warns(PrecisionWarning, match="20 optimizer steps in a row") as said:
+            heard(Alarm(5, 0.1), state)
+        assert len(said) == 1
 
 
 class Root(nn.Module):
@@ -118,7 +156,7 @@ class TestTheNextForward:
 
     def test_the_alarm_tells_it_once(self) -> None:
         root = Root(float("inf"))
-        alarm, optimizer = Alarm(1, root), broken(root, "b.bias")
+        alarm, optimizer = Alarm(1, model=root), broken(root, "b.bias")
         with pytest.warns(PrecisionWarning, match="in a row"):
             heard(alarm, known(1), optimizer)
         root(torch.ones(1, 2))

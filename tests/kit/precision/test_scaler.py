@@ -157,10 +157,10 @@ class TestFollowingTheGradients:
             scaler.update()
             return scaler.get_scale()
 
-        assert [step(float("inf")), step(1e-3)] == [512.0, 512.0]
-        # without the overflow 65504 / 16 / 1e-3 would allow 2**21
-        assert [step(1e-3) for _ in range(2 * 19)][-1] == 512.0
-        assert [step(1e-3) for _ in range(2)][-1] == 2.0**21
+        assert [step(float("inf")), step(0.5)] == [512.0, 512.0]
+        # without the overflow 65504 / 16 / 0.5 would allow 4096
+        assert [step(0.5) for _ in range(2 * 19)][-1] == 512.0
+        assert [step(0.5) for _ in range(2)][-1] == 4096.0
         assert scaler.skipped == 1
 
     @pytest.mark.parametrize("name", ["momentum", "adamw fused"])
@@ -287,6 +287,7 @@ class TestState:
             {"headroom": 0.5},
             {"review_steps": 0},
             {"alarm_skips": 0},
+            {"alarm_frac": 0.0},
             {"unfused": "never"},
             {"min_scale": 0.0},
             {"min_scale": 8.0, "max_scale": 4.0},

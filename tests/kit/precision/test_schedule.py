@@ -32,13 +32,24 @@ def test_the_largest_true_gradient_decides() -> None:
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_an_overflow_is_a_ceiling_for_some_reviews_and_no_gradient(bad: float) -> None:
     schedule = MagnitudeSchedule(100, 16.0, 2.0**-24, 2.0**24)
-    assert review(schedule, [[bad, 64.0], [0.32, 32.0]], 32.0) == (
+    assert review(schedule, [[bad, 64.0], [16.0, 32.0]], 32.0) == (
         32.0,
-        [pytest.approx(0.01), 32.0, *[pytest.approx(math.nan, nan_ok=True)] * 3],
+        [0.5, 32.0, *[pytest.approx(math.nan, nan_ok=True)] * 3],
     )
     for _ in range(CEILING_REVIEWS - 1):
-        assert review(schedule, [[0.32, 32.0]], 32.0)[0] == 32.0
-    assert review(schedule, [[0.32, 32.0]], 32.0)[0] == 2.0**18  # 65504 / 16 / 0.01 = 409,400
+        assert review(schedule, [[16.0, 32.0]], 32.0)[0] == 32.0
+    assert review(schedule, [[16.0, 32.0]], 32.0)[0] == 4096.0  # 65504 / 16 / 0.5 = 8188
+
+
+def test_bad_batches_now_and_then_do_not_take_the_scale_down_for_good() -> None:
+    schedule = MagnitudeSchedule(100, 16.0, 2.0**-24, 2.0**24)
+    scale = 1024.0
+    for _ in range(60):  # one bad batch between any two reviews
+        scale = review(
+            schedule, [[1.0 * scale, scale], [math.nan, scale], [scale / 2, scale / 2]], scale / 2
+        )[0]
+    # gradients of 1 allow 2048; 256 times less is as far as ceilings take it
+    assert scale == 8.0
 
 
 def test_nothing_but_skipped_steps_or_zeros_leave_the_scale() -> None:

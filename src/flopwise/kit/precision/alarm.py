@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flopwise.kit.nested import tensors_in
-from flopwise.kit.precision.late import Known
+from flopwise.kit.precision.late import RECENT, Known
 from flopwise.kit.precision.saying import warn
 from flopwise.kit.precision.statistics import local
 
@@ -26,14 +26,15 @@ class Alarm:
 
     Args:
         skips: in a row, from which on it is raised.
+        rate_frac: share of the last 100 updates that were skipped, from which on it is raised.
         model: for names.
     """
 
-    def __init__(self, skips: int, model: nn.Module | None = None) -> None:
-        self._skips = skips
+    def __init__(self, skips: int, rate_frac: float = 0.1, model: nn.Module | None = None) -> None:
+        self._skips, self._rate_frac = skips, rate_frac
         self._names = {} if model is None else {id(p): n for n, p in model.named_parameters()}
         self._model = None if model is None else weakref.ref(model)
-        self._raised = self._told = False
+        self._raised = self._rate_raised = self._told = False
         self._trace: ForwardTrace | None = None
 
     def heard(
@@ -57,6 +58,21 @@ class Alarm:
             model = self._model() if self._model is not None else None
             if model is not None and self._trace is None and not self._told:
                 self._trace = ForwardTrace(model)
+        self._rate(known)
+
+    def _rate(self, known: Known) -> None:
+        """Warns where many steps are skipped, though not in a row; again only after the share has fallen to half."""
+        skipped = sum(known.recent)
+        if len(known.recent) < RECENT or skipped < self._rate_frac * RECENT / 2:
+            self._rate_raised = False
+        elif skipped >= self._rate_frac * RECENT and not self._rate_raised:
+            self._rate_raised = True
+            if not self._raised:
+                warn(
+                    f"{skipped} of the last {RECENT} optimizer steps were skipped ({known.skipped} of {known.updates} in all): "
+                    "that much training is lost. Gradients overflow at a scale that is right for most steps (a larger headroom "
+                    "or bfloat16 cures it), or some batches are not finite (find_nonfinite tells)."
+                )
 
     def _bad(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
         """Returns names of parameters whose gradients are not finite now; reads the device, for the alarm only."""

@@ -34,6 +34,10 @@ class Review:
         )
 
 
+#: Updates that the share of skipped ones is taken over.
+RECENT = 100
+
+
 @dataclass
 class Known:
     """What has been read so far."""
@@ -43,6 +47,7 @@ class Known:
     in_a_row: int = 0  # skipped ones up to the last that was read
     scale: float | None = None  # that the last step that was read was made with
     amax: float | None = None  # of the last step that was read; not finite if it was skipped
+    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))  # whether skipped
     reviews: deque[Review] = field(default_factory=lambda: deque(maxlen=100))
 
 
@@ -127,6 +132,7 @@ class Late:
         known.updates += 1
         amax = scaled / scale
         known.amax, known.scale = amax, scale
+        known.recent.append(not math.isfinite(amax))
         if math.isfinite(amax):
             known.in_a_row = 0
         else:

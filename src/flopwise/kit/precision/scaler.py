@@ -43,6 +43,7 @@ class DynamicScaler(UnwaitingScaler):
         headroom: a power of two. It leaves room for gradients of activations, which are not seen, and for growth.
         min_scale, max_scale: bounds of the scale. The scale never reaches 0.
         alarm_skips: consecutive skipped steps after which a warning names what is not finite.
+        alarm_frac: share of the last 100 updates that were skipped, from which on it is warned of.
         model: for names in the alarm.
         process_group: ranks that must skip together because each has only a part of the gradients. True is the default
             group; by default that is used for sharded gradients (DTensor), and no group for others.
@@ -69,6 +70,7 @@ class DynamicScaler(UnwaitingScaler):
         min_scale: float | None = None,
         max_scale: float = 2.0**24,
         alarm_skips: int = 5,
+        alarm_frac: float = 0.1,
         model: nn.Module | None = None,
         process_group: Any = None,
         unfused: str = "auto",
@@ -78,6 +80,8 @@ class DynamicScaler(UnwaitingScaler):
             raise PrecisionError(f"schedule={schedule!r}: it is 'magnitude' or 'growth'")
         if alarm_skips < 1:
             raise PrecisionError(f"alarm_skips={alarm_skips}: it must be at least 1")
+        if not 0 < alarm_frac <= 1:
+            raise PrecisionError(f"alarm_frac={alarm_frac}: it is a share, above 0 and at most 1")
         follows = schedule == "magnitude"
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         start = init_scale if init_scale is not None else (1024.0 if follows else 2.0**16)
@@ -87,19 +91,20 @@ class DynamicScaler(UnwaitingScaler):
         )  # fmt: skip
         self.schedule = schedule
         self.min_scale = min_scale if min_scale is not None else 2.0 ** (-24 if follows else -100)
-        self.max_scale, self.alarm_skips, self.verbose = max_scale, alarm_skips, verbose
+        self.max_scale, self.verbose = max_scale, verbose
+        self.alarm_skips, self.alarm_frac = alarm_skips, alarm_frac
         self.review_steps, self.headroom = review_steps, headroom
         self._magnitude = MagnitudeSchedule(review_steps, headroom, self.min_scale, max_scale)
         self._updates = 0
         self._history: list[list[float]] = []  # rows of a checkpoint, until there is a ring
         self._skipped = 0  # up to that checkpoint
         self._forget()
-        self._alarm = alarm.Alarm(alarm_skips, model)
+        self._alarm = alarm.Alarm(alarm_skips, alarm_frac, model)
 
     def _forget(self) -> None:
         super()._forget()
         self._late: Late | None = None
-        self._alarm = alarm.Alarm(self.alarm_skips)
+        self._alarm = alarm.Alarm(self.alarm_skips, self.alarm_frac)
         self._backwards = 0  # calls of scale since the last update
         self._owed = self._seen_skips = 0
         self._clip_watch = clipping.ClipWatch()

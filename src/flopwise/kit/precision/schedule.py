@@ -14,6 +14,9 @@ from flopwise.kit.precision.statistics import scale_for, underflow
 #: Reviews for which an overflow keeps the scale below the one that overflowed: 20 of 100 steps are the 2,000 steps
 #: after which GradScaler tries the next power of two (torch.amp.GradScaler, growth_interval).
 CEILING_REVIEWS = 20
+#: Ceilings take at most this factor from what gradients allow: with a headroom of 16 the largest gradient is then 4096
+#: times below 65504, and what still is not finite does not come from the scale (a bad batch, say).
+CEILING_MARGIN = 256.0
 
 
 class MagnitudeSchedule:
@@ -70,8 +73,10 @@ class MagnitudeSchedule:
         largest_seen = torch.where(finite, amax / scales, 0.0).amax()
         self.ceilings.append(torch.where(finite, math.inf, scales * backoff).amin())
         ceiling = torch.stack([c.to(scale.device, non_blocking=True) for c in self.ceilings]).amin()
-        target = scale_for(largest_seen.clamp(min=2.0**-126), self.headroom, self.least, self.most)
-        target = torch.minimum(target, ceiling)
+        seen = largest_seen.clamp(min=2.0**-126)
+        target = scale_for(seen, self.headroom, self.least, self.most)
+        lowest = (target / CEILING_MARGIN).clamp(min=self.least)
+        target = torch.minimum(target, torch.maximum(ceiling, lowest))
         scale.copy_(torch.where(largest_seen > 0, target, scale))
         shares, self._shares = self._shares, None
         if shares is None:
