@@ -82,20 +82,34 @@ RANK = """
 import os, sys, torch
 from torch import nn
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from flopwise.kit.precision import DynamicScaler
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
 weight = nn.Parameter(torch.zeros(2))  # each rank its own shard
-fused = sys.argv[3] == "fused"
-optimizer = torch.optim.SGD([weight], 1.0, fused=fused)
-scaler = DynamicScaler("cpu", process_group=True, review_steps=4)
+kind, group = sys.argv[3], True
+params = [weight]
+if kind == "fsdp":
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(4))
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    params, weight, group = [module.weight], module.weight.to_local(), None
+optimizer = torch.optim.SGD(params, 1.0, fused=kind != "plain")
+scaler = DynamicScaler("cpu", process_group=group, review_steps=4)
 seen = []
 for step in range(12):
     optimizer.zero_grad()
     if not (rank == 1 and step == 7):  # a rank without gradients
         size = float("inf") if (rank, step) == (1, 2) else float(10 ** rank)
-        scaler.scale((weight * size).sum()).backward()
+        if kind == "fsdp":  # each rank has its own shard of one gradient
+            gradient = torch.full((2,), size) * scaler.scale(torch.ones(())).item()
+            mesh, placements = params[0].device_mesh, params[0].placements
+            params[0].grad = DTensor.from_local(gradient, mesh, placements)
+        else:
+            scaler.scale((weight * size).sum()).backward()
     scaler.step(optimizer)
     scaler.update()
     seen.append((scaler.get_scale(), scaler.skipped))
@@ -105,7 +119,7 @@ os._exit(0)  # Gloo's threads can abort a process that ends in order
 """
 
 
-@pytest.mark.parametrize("kind", ["fused", "plain"])
+@pytest.mark.parametrize("kind", ["fused", "plain", "fsdp"])
 def test_two_ranks_skip_together_and_choose_one_scale(kind: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RANK]
     ranks = [

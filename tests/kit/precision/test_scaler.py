@@ -317,6 +317,19 @@ class TestOrder:
         assert equal(clipped("before"), clipped("torch"))
         assert equal(clipped("after"), clipped("torch"))
 
+    @pytest.mark.parametrize("order", ["before", "after"])
+    def test_reviews_are_of_gradients_as_backward_made_them(self, order: str) -> None:
+        scaler, weight = DynamicScaler("cpu", review_steps=1), nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([weight], 1.0, fused=True)
+        scaler.scale((weight * torch.tensor([3.0, 4.0])).sum()).backward()
+        if order == "after":
+            scaler.unscale_(optimizer)
+        scaler.clip_grad_norm_([weight], 0.05)
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.detach().norm().item() == pytest.approx(0.05, rel=1e-4)
+        assert scaler.reviews[0].amax == 4.0
+
     def test_no_common_norm_of_scaled_and_unscaled_gradients(self) -> None:
         model, scaler = net(), DynamicScaler("cpu")
         optimizers = MAKERS["two optimizers"](model)

@@ -12,16 +12,18 @@ from torch.amp.grad_scaler import OptState
 
 from flopwise.errors import PrecisionError
 from flopwise.kit.precision import alarm, clipping
-from flopwise.kit.precision.checking import group_of
+from flopwise.kit.precision.checking import check, group_of
 from flopwise.kit.precision.late import Late, Review
 from flopwise.kit.precision.leftovers import multiply
 from flopwise.kit.precision.saying import users_line
 from flopwise.kit.precision.schedule import CEILING_REVIEWS, MagnitudeSchedule
-from flopwise.kit.precision.statistics import gradients
+from flopwise.kit.precision.statistics import gradients, local
 from flopwise.kit.precision.unwaiting import UnwaitingScaler
 
 #: Growth interval that is never reached: the scale then only backs off.
 _NEVER = 2**31 - 1
+#: Key of magnitudes that were taken before clipping; no optimizer has it.
+_CLIPPED = 0
 
 
 class DynamicScaler(UnwaitingScaler):
@@ -259,6 +261,10 @@ class DynamicScaler(UnwaitingScaler):
             )
         if mixed == {True}:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        # What overflows is what backward made, not what clipping leaves of it.
+        grads = [local(p.grad) for p in params if p.grad is not None and not p.grad.is_sparse]
+        _, amaxes = check(grads, self._scale.device)
+        self._amaxes.setdefault(_CLIPPED, []).extend(amaxes)
         return clipping.clip_scaled(params, max_norm, norm_type, self._scale)
 
     # -- what is known --------------------------------------------------------------------------------------------
