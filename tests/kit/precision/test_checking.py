@@ -97,7 +97,7 @@ if kind == "fsdp":
     module.weight = nn.Parameter(torch.zeros(4))
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     params, weight, group = [module.weight], module.weight.to_local(), None
-optimizer = torch.optim.SGD(params, 1.0, fused=kind != "plain")
+optimizer = torch.optim.SGD(params, 1.0, fused=kind == "fused")
 scaler = DynamicScaler("cpu", process_group=group, review_steps=4)
 seen = []
 for step in range(12):
