@@ -57,10 +57,10 @@ def test_strays_are_of_optimizers_that_have_no_part_in_the_window() -> None:
     assert [float(g) for g in left.strays(states)] == [2.0, 3.0]
 
 
-def test_unscaled_parameters_are_known_by_identity() -> None:
+def test_unscaled_gradients_are_known_by_identity() -> None:
     left, one, two = Leftovers(), optimizer_with(1.0), optimizer_with(1.0)
     states = {left.know(one): state(OptState.UNSCALED), left.know(two): state(OptState.READY)}
-    assert left.unscaled_parameters(states) == {id(one.param_groups[0]["params"][0])}
+    assert list(left.unscaled(states)) == [id(one.param_groups[0]["params"][0].grad)]
 
 
 def test_an_optimizer_that_is_gone_is_forgotten_and_its_number_reused() -> None:

@@ -103,6 +103,40 @@ class TestWhatIsComputed:
     def test_clipping_by_either_name_is_the_same(self, clip: str) -> None:
         assert equal(train(True, clip=clip), train(False, clip="model"))
 
+    @pytest.mark.parametrize("unscale", [False, True])
+    def test_the_scalers_clip_knows_weights_by_their_masters(self, unscale: bool) -> None:
+        def clipped(masters: bool) -> list[torch.Tensor]:
+            model, scaler = net(), DynamicScaler("cpu")
+            optimizer = adamw(model, fused=True)
+            if masters:
+                MasterWeights(model, optimizer, "float16")
+            MixedPrecision(model, "float16")
+            scaler.scale(loss_of(model, 0)).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            norm = scaler.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            return [norm, *model.state_dict().values()]
+
+        assert equal(clipped(True), clipped(False))
+
+    def test_a_compiled_model_trains_alike(self) -> None:
+        def trained(compiled: bool) -> list[torch.Tensor]:
+            model = net()
+            optimizer = adamw(model)
+            MasterWeights(model, optimizer)
+            if compiled:
+                model.compile(backend="aot_eager")
+            MixedPrecision(model)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, step).backward()
+                optimizer.step()
+            return list(model.state_dict().values())
+
+        assert equal(trained(True), trained(False))
+
     def test_zeroing_through_the_model_is_the_same(self) -> None:
         assert equal(train(True, zero="model", micro=2), train(False, zero="model", micro=2))
 
@@ -177,6 +211,19 @@ class TestState:
         plain_optimizer.load_state_dict(state["optimizer"])
         assert plain.up.weight.dtype is torch.float32
         assert {s["exp_avg"].dtype for s in plain_optimizer.state.values()} == {torch.float32}
+
+    def test_an_optimizers_state_is_loaded_for_the_masters(self) -> None:
+        model = net()
+        optimizer = adamw(model)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        other = net()
+        other_optimizer = adamw(other)
+        held = MasterWeights(other, other_optimizer)
+        other_optimizer.load_state_dict(optimizer.state_dict())
+        of_master = other_optimizer.state[held.pairs[0].master]
+        of_weight = optimizer.state[dict(model.named_parameters())[held.pairs[0].name]]
+        assert torch.equal(of_master["exp_avg"], of_weight["exp_avg"])
 
     def test_ties_are_kept(self) -> None:
         model = net()

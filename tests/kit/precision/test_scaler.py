@@ -346,6 +346,9 @@ class TestOrder:
             kwargs: dict[str, Any] = {} if given else {"closure": lambda: 1.0}
             with pytest.raises(RuntimeError, match="closure"):
                 scaler.step(optimizer, *given, **kwargs)
+        lbfgs = torch.optim.LBFGS([weight])
+        with pytest.raises(RuntimeError, match="LBFGS with a closure"):
+            scaler.step(lbfgs)
         scaler.step(optimizer, None)  # as accelerate calls it
         assert weight.item() == pytest.approx(0.9)
 

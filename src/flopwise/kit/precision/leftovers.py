@@ -73,14 +73,15 @@ class Leftovers:
             for grad in gradients(optimizer)
         ]
 
-    def unscaled_parameters(self, states: Mapping[int, dict[str, Any]]) -> set[int]:
-        """Returns the identities of parameters whose gradients are unscaled in this window."""
+    def unscaled(self, states: Mapping[int, dict[str, Any]]) -> dict[int, torch.Tensor]:
+        """Returns the gradients that are unscaled in this window, by identity: masters and weights share theirs."""
         return {
-            id(param)
+            id(param.grad): param.grad
             for key, optimizer in self.alive()
             if key in states and states[key]["stage"] is OptState.UNSCALED
             for group in optimizer.param_groups
             for param in group["params"]
+            if param.grad is not None
         }
 
 

@@ -164,9 +164,10 @@ class DynamicScaler(UnwaitingScaler):
         """
         if not self._enabled:
             return cast("float | None", optimizer.step(*args, **kwargs))
-        if any(callable(value) for value in (*args, *kwargs.values())):
+        closure = any(callable(value) for value in (*args, *kwargs.values()))
+        if closure or isinstance(optimizer, torch.optim.LBFGS):
             raise RuntimeError(
-                f"step() at {users_line()} was given a closure: a step that computes gradients by itself cannot be "
+                f"step() at {users_line()} of {type(optimizer).__name__} with a closure: a step that computes gradients by itself cannot be "
                 "checked before. Call backward first, then step without it; LBFGS needs bfloat16 or float32."
             )
         kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
@@ -186,7 +187,7 @@ class DynamicScaler(UnwaitingScaler):
                 f"step() at {users_line()}: no parameter of this {type(optimizer).__name__} has a gradient; it was left out.",
             )
             return None
-        if self.schedule == "magnitude" and self._magnitude.due(self._updates + 1):
+        if self._reviews_next():
             scale, _ = self._check_scale_growth_tracker("step")
             self._magnitude.look(grads, scale, scaled=state["stage"] is OptState.READY)
         self._looked = (key, grads)
@@ -252,8 +253,8 @@ class DynamicScaler(UnwaitingScaler):
         if not self._enabled or self._scale is None:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
         self._clip_watch.stop()
-        unscaled = self._left.unscaled_parameters(self._per_optimizer_states)
-        mixed = {id(p) in unscaled for p in params if p.grad is not None}
+        unscaled = self._left.unscaled(self._per_optimizer_states)
+        mixed = {id(p.grad) in unscaled for p in params if p.grad is not None}
         if mixed == {True, False}:
             raise PrecisionError(
                 f"clip_grad_norm_ at {users_line()}: some of these gradients are unscaled and others are not, so they have "
@@ -373,6 +374,10 @@ class DynamicScaler(UnwaitingScaler):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _reviews_next(self) -> bool:
+        due = self.schedule == "magnitude" and self._magnitude.due(self._updates + 1)
+        return due and not (self._device == "cuda" and torch.cuda.is_current_stream_capturing())
+
     def _put_back(self) -> None:
         if self._scale is None:
             return
@@ -380,8 +385,8 @@ class DynamicScaler(UnwaitingScaler):
             self._once.say(
                 "put back",
                 f"scale() at {users_line()} comes after unscale_(){_at(self._left.unscaled_at.get(key))} without a step "
-                "between: gradients of two scales would be summed. The unscaled ones were put back on the scale first, so "
-                "the sum is right. In an accumulation call unscale_, step and update once, at the end of the window.",
+                "between: what this backward adds to them would be of another scale. The unscaled ones were put back on the "
+                "scale first, so the sum is right. In an accumulation call unscale_, step and update once, at the end of the window.",
             )
 
     def _back_off_or_grow(self) -> None:

@@ -94,7 +94,8 @@ class UnwaitingScaler(GradScaler):
         group = group_of(optimizer, self._group)
         if group is not None:
             checked = share(group, checked, home)
-        per_device, self._amaxes[self._left.know(optimizer)] = checked
+        per_device, amaxes = checked
+        self._amaxes.setdefault(self._left.know(optimizer), []).extend(amaxes)
         return per_device
 
     def _takes_found_inf(self, optimizer: torch.optim.Optimizer) -> bool:
