@@ -238,8 +238,14 @@ def put_saving(gain: Gain, truth: dict[str, Any]) -> None:
     gain.saved_low, gain.saved_high = (s / base_s for s in truth["ci95"])
 
 
-def put_prediction(gain: Gain, record: dict[str, Any]) -> None:
-    """Fills in the prediction of the first finding that the fix cures, and the verdict."""
+def put_prediction(gain: Gain, record: dict[str, Any], advice: str = "") -> None:
+    """Fills in the prediction of the first finding that the fix cures, and the verdict.
+
+    Args:
+        gain: with its causes, and what was saved where that is known.
+        record: with the findings.
+        advice: what an alternative's advice begins with, where the fix is that and not the finding's own advice.
+    """
     found = [one for one in findings_of(record) if one["cause"] in gain.causes]
     if not found:
         gain.verdict = "not found"
@@ -247,7 +253,9 @@ def put_prediction(gain: Gain, record: dict[str, Any]) -> None:
     with_gain = [one for one in found if one.get("predicted_gain_frac") is not None]
     best = (with_gain or found)[0]
     gain.code, gain.cause = best["code"], best["cause"]
-    gain.predicted_frac = best.get("predicted_gain_frac")
+    cures = [best, *(best.get("alternatives") or [])]
+    told = [one for one in cures if one["advice"].startswith(advice)] if advice else cures
+    gain.predicted_frac = told[0].get("predicted_gain_frac") if told else None
     if gain.predicted_frac is None:
         gain.verdict = "not predicted"
     elif gain.saved_frac is not None:

@@ -68,6 +68,7 @@ class Fix:
 
     name: str
     causes: tuple[str, ...]
+    advice: str = ""  # what the finding's other cure begins with, where the fix is that one
     rounds: int = 4
     seconds: float = 20.0
     limit_s: float = 70.0
@@ -156,7 +157,7 @@ def table_jobs() -> list[Job]:
 def bases() -> list[Base]:
     """Returns the rungs whose predicted gains are held against what the fixes save."""
     bf16 = Fix("bf16", ("slow-dtype",))
-    tf32 = Fix("tf32", ("slow-dtype",))
+    tf32 = Fix("tf32", ("slow-dtype",), "TF32")
     vocab = Fix("vocab", SHAPE)
     fused = Fix("fused", ("unfused-optimizer",))
     sdpa = Fix("sdpa", ATTENTION)
@@ -201,7 +202,10 @@ def small_jobs() -> list[Job]:
 def small_bases() -> list[Base]:
     """Returns rungs for a CPU core."""
     cpu = ("--device", "cpu", "--small")
-    fixes = (Fix("sdpa", ATTENTION, 3, 6), Fix("fused", ("unfused-optimizer",), 3, 6))
+    fixes = (
+        Fix("sdpa", ATTENTION, rounds=3, seconds=6),
+        Fix("fused", ("unfused-optimizer",), rounds=3, seconds=6),
+    )
     return [Base(Job("gpt2-naive", "ladders/gpt2.py", (*cpu, "--with", ""), 20), fixes)]
 
 
@@ -282,7 +286,7 @@ def add_gains(outcome: Outcome, base: Base, folder: Path, lane: Lane, end: float
                 gain.reason = "the base has no record"
                 continue
             lines_of(outcome.record)
-            put_prediction(gain, outcome.record)
+            put_prediction(gain, outcome.record, fix.advice)
         except Exception as error:  # the other fixes go on
             gain.reason = f"{type(error).__name__}: {error}"
         finally:
@@ -382,6 +386,7 @@ def parse() -> argparse.Namespace:
     add("--out", type=Path, help="default: ledger_PART.json")
     add("--work", type=Path, help="folder for what the runs write (default: a new temporary one)")
     add("--only", help="names, with commas; NAME* stands for all that begin so")
+    add("--fixes", help="fixes of the bases that are measured, with commas (default: all)")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--lanes", type=int, default=1, help="jobs at a time, each on a GPU of its own")
     add("--budget", type=float, default=560, help="seconds for everything")
@@ -400,6 +405,12 @@ def main() -> int:
     plain = [Base(job, ()) for job in (small_jobs() if cpu else table_jobs())]
     every = {base.job.name: base for base in (rungs if flags.part == "gains" else plain)}
     names = chosen(list(every), flags.only)
+    if flags.fixes is not None:
+        wanted = flags.fixes.split(",")
+        every = {
+            name: replace(base, fixes=tuple(fix for fix in base.fixes if fix.name in wanted))
+            for name, base in every.items()
+        }
     work = flags.work or Path(tempfile.mkdtemp(prefix="ledger-jobs-"))
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     outcomes = {name: Outcome(name, reasons=["no time left in the budget"]) for name in names}

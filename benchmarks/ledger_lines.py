@@ -64,7 +64,7 @@ def programs() -> list[Program]:
         Program(
             "item_each_step", ("idle_sync", "idle_launch"), ("host-read", "metric-read"), False, 14
         ),
-        Program("tiny_kernels", ("idle_launch", *MEMORY), ("launch-bound",), True, 40, 30.0),
+        Program("tiny_kernels", ("idle_launch", *MEMORY), ("launch-bound",), True, 24, 14.0),
         Program("fp32_matmul", PRODUCTS, ("slow-dtype",)),
         Program("odd_vocabulary", ("gemm_excess",), ("odd-shape",)),
         Program("nchw", ("gemm_excess", "gemm_bytes", *MEMORY), ("nchw-layout",)),

@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import socket
+import sqlite3
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,7 @@ from flopwise.records.rank import FlopCount, ProfiledWindow, RankRecord, StepRow
 from flopwise.records.run import RunRecord
 from flopwise.trace.chrome import Trace
 from flopwise.trace.chrome import read as read_trace
+from flopwise.trace.nsys import read_nsys
 
 os.environ["OMP_NUM_THREADS"] = "1"
 for _name in (
@@ -421,3 +424,141 @@ def window(tmp_path: Path) -> Callable[..., tuple[Path, ProfiledWindow]]:
         )
 
     return write
+
+
+PID, TID = 4711, 4712
+
+
+def thread(pid: int = PID, tid: int = TID) -> int:
+    return (1 << 48) + (pid << 24) + tid
+
+
+class Export:
+    """An export of Nsight Systems made by hand. All times are ns."""
+
+    KERNEL = (
+        "start INTEGER, end INTEGER, deviceId INTEGER, contextId INTEGER, streamId INTEGER, correlationId INTEGER, \
+        globalPid INTEGER, demangledName INTEGER, shortName INTEGER, registersPerThread INTEGER, gridX INTEGER, \
+        gridY INTEGER, gridZ INTEGER, blockX INTEGER, blockY INTEGER, blockZ INTEGER, staticSharedMemory INTEGER, \
+        dynamicSharedMemory INTEGER"
+    )
+    NVTX = (
+        "start INTEGER, end INTEGER, eventType INTEGER, text TEXT, globalTid INTEGER, textId INTEGER, domainId INTEGER, \
+        binaryData BLOB"
+    )
+
+    def __init__(self, path: Path, suffix: str = "", inline: bool = False) -> None:
+        self.path, self.inline, self.suffix = path, inline, suffix
+        self.database = sqlite3.connect(path)
+        self.names: dict[str, int] = {}
+        self.tables: set[str] = set()
+        self.database.execute("CREATE TABLE META_DATA_EXPORT (name TEXT, value TEXT)")
+        self.database.execute(
+            "INSERT INTO META_DATA_EXPORT VALUES ('EXPORT_SCHEMA_VERSION', '3.20.2')"
+        )
+        if not inline:
+            self.database.execute("CREATE TABLE StringIds (id INTEGER PRIMARY KEY, value TEXT)")
+        kernel = (
+            self.KERNEL.replace("demangledName INTEGER", "demangledName TEXT")
+            if inline
+            else self.KERNEL
+        )
+        self.database.execute(f"CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL ({kernel})")
+
+    def string(self, text: str) -> int | str:
+        if self.inline:
+            return text
+        if text not in self.names:
+            self.names[text] = len(self.names) + 1
+            self.database.execute("INSERT INTO StringIds VALUES (?, ?)", (self.names[text], text))
+        return self.names[text]
+
+    def table(self, name: str, columns: str) -> None:
+        self.tables.add(name)
+        self.database.execute(f'CREATE TABLE IF NOT EXISTS "{name}" ({columns})')
+
+    def insert(self, name: str, *values: Any) -> None:
+        marks = ", ".join("?" * len(values))
+        self.database.execute(f'INSERT INTO "{name}" VALUES ({marks})', values)
+
+    def kernel(self, name: str, start: int, end: int, link: int = 0, device: int = 0, stream: int = 7, pid: int = PID) -> None:  # fmt: skip
+        self.insert(
+            "CUPTI_ACTIVITY_KIND_KERNEL", start, end, device, 1, stream, link, thread(pid, 0), self.string(name),
+            None, 32, 8, 4, 2, 128, 1, 1, 100, 28,
+        )  # fmt: skip
+
+    def call(self, name: str, start: int, end: int, link: int = 0, pid: int = PID) -> None:
+        kind = "TEXT" if self.inline else "INTEGER"
+        self.table("CUPTI_ACTIVITY_KIND_RUNTIME", f"start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER, nameId {kind}")  # fmt: skip
+        self.insert("CUPTI_ACTIVITY_KIND_RUNTIME", start, end, thread(pid), link, self.string(name))
+
+    def range(self, name: str | None, start: int, end: int | None, kind: int = 59, by_id: bool = False, domain: int = 0, data: bytes | None = None, pid: int = PID) -> None:  # fmt: skip
+        self.table("NVTX_EVENTS" + self.suffix, self.NVTX)
+        text, number = (None, self.string(name)) if by_id and name else (name, None)
+        self.insert("NVTX_EVENTS" + self.suffix, start, end, kind, text, thread(pid), number, domain, data)  # fmt: skip
+
+    def read(self, process: int | None = None) -> Trace:
+        self.close()
+        return read_nsys(self.path, process=process)
+
+    def close(self) -> None:
+        self.database.commit()
+        self.database.close()
+
+    def step(self, i: int, pid: int = PID, device: int = 0) -> None:
+        """Two kernels and their launches, 1 ms after those of the step before."""
+        at = 1_000_000 * (i + 1)
+        self.call("cudaLaunchKernel_v7000", at, at + 5_000, 2 * i + 1, pid=pid)
+        self.kernel("gemm", at + 10_000, at + 400_000, 2 * i + 1, device, pid=pid)
+        self.call("cudaLaunchKernel_v7000", at + 20_000, at + 25_000, 2 * i + 2, pid=pid)
+        self.kernel("relu", at + 400_000, at + 700_000, 2 * i + 2, device, pid=pid)
+
+    def nccl(
+        self, comm: int = 0xABC, ranks: int = 8, rank: int = 2, pid: int = PID, at: int = 0
+    ) -> None:
+        """The ranges of NCCL's domain with the schemas of their payloads, and the making of a communicator."""
+        if "NVTX_PAYLOAD_SCHEMA_ENTRIES" not in self.tables:
+            self.table("NVTX_PAYLOAD_SCHEMA_ENTRIES", "domainId, schemaId, idx, name, type, offset")
+            said = {
+                0: (("NCCL communicator ID", 18, None), ("No. of ranks", 5, 8), ("Rank", 5, 12)),
+                4: (("NCCL communicator ID", 18, None), ("Message size [bytes]", 22, 8)),
+                9: (("NCCL communicator ID", 18, None), ("Message size [bytes]", 22, 8), ("Peer rank", 5, 16)),
+            }  # fmt: skip
+            for schema, entries in said.items():
+                for i, (name, kind, offset) in enumerate(entries):
+                    self.insert("NVTX_PAYLOAD_SCHEMA_ENTRIES", 3, schema, i, name, kind, offset)
+        self.range("NCCL", at, None, kind=75, domain=3, pid=pid)
+        data = self.payload(0, struct.pack("<Qii", comm, ranks, rank))
+        self.range("ncclCommInitRank", at, at + 10, domain=3, data=data, pid=pid)
+
+    def nccl_call(self, name: str, start: int, end: int, nbytes: int, peer: int | None = None, comm: int = 0xABC, pid: int = PID) -> None:  # fmt: skip
+        """A range of NCCL's."""
+        data = self.payload(4, struct.pack("<QQ", comm, nbytes))
+        if peer is not None:
+            data = self.payload(9, struct.pack("<QQi", comm, nbytes, peer))
+        self.range(name, start, end, domain=3, data=data, pid=pid)
+
+    @staticmethod
+    def payload(schema: int, fields: bytes) -> bytes:
+        """A payload as `binaryData` has it."""
+        return struct.pack("<IIIIQQ", 3, 0, schema, 0, len(fields), 32 + len(fields)) + fields
+
+
+@pytest.fixture(scope="session")
+def make_export() -> Iterator[Callable[..., Export]]:
+    """Returns a function that begins an export of Nsight Systems: of a path, the suffix of its tables, and whether names are text."""
+    made: list[Export] = []
+
+    def make(path: Path, suffix: str = "", inline: bool = False) -> Export:
+        made.append(Export(path, suffix, inline))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.database.close()
+
+
+@pytest.fixture
+def export(make_export: Callable[..., Export], tmp_path: Path) -> Export:
+    """Returns an export of Nsight Systems to be filled."""
+    return make_export(tmp_path / "export.sqlite")

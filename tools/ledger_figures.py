@@ -10,6 +10,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flopwise import units
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
-from ledger_compare import LINE_LIMIT_FRAC
+from ledger_compare import LINE_LIMIT_FRAC, Gain, put_prediction
 from ledger_jobs import bases, table_jobs
 from ledger_lines import Program, programs
 from markdown_tables import signed, table, with_errors
@@ -103,31 +104,8 @@ def job_lines(results: Path) -> str:
 
 def gains(results: Path) -> str:
     """Returns the table of predicted gains against measured savings, all pairs; unmeasured ones with their reason."""
-    head = ["job", "fix", "finding", "predicted", "saved (95 %)", "overstated", "verdict"]
-    return table(head, (_gain_row(gain) for gain in _gains(results)))
-
-
-def gains_again(results: Path) -> str:
-    """Returns what a later version predicts from the same windows, beside the same savings."""
-    again = json.loads((results / "h200" / "ledger_again.json").read_text("utf-8"))
-    same, changed = [], []
-    for gain in _gains(results):
-        now = again["predicted_frac"].get(gain["base"], {}).get(gain["cause"])
-        if now is None or gain["predicted_frac"] is None:
-            continue
-        name = f"{gain['base']} + {gain['fix']}"
-        if math.isclose(now, gain["predicted_frac"], rel_tol=1e-9):
-            same.append(name)
-        else:
-            changed.append(
-                f"for {name} {units.percent(now)} where it was {units.percent(gain['predicted_frac'])}, "
-                f"of a saving of {_saved(gain)}"
-            )
-    kept = ", ".join(same)
-    return (
-        f"These predictions were made at the commit of that run. Since then {again['since']}. From the same recorded windows "
-        f"it predicts {'; '.join(changed)}{f'; and the same as before for {kept}' if same else ''}."
-    )
+    head = ["job", "fix", "finding", "predicted", "when measured", "saved (95 %)", "overstated"]
+    return table([*head, "verdict"], (_gain_row(*pair) for pair in _gains(results)))
 
 
 def key(results: Path) -> str:
@@ -144,7 +122,7 @@ def key(results: Path) -> str:
     busy = max(abs(job["busy_ratio"] - 1) for job in found.values())
     failing = [job for job in found.values() if not _by_construction(job)]
     residual = max(abs(job["figures"]["residual_frac"]) for job in failing)
-    over = [x["overstated_frac"] for x in _gains(results) if x["overstated_frac"] is not None]
+    over = [x["overstated_frac"] for x, _ in _gains(results) if x["overstated_frac"] is not None]
     below = [-part for part in over if part <= 0]
     return (
         f"Of {len(rows)} scripts with one known fault, in {len(passed)} the ledger's lines moved within 15 % of what the fault costs "
@@ -223,13 +201,19 @@ def _other_size(run: dict[str, Any], counted: dict[str, Any]) -> str:
     return f", {sizes[0]:g} samples a step instead of {sizes[1]:g}"
 
 
+def _files(results: Path, part: str) -> dict[str, list[dict[str, Any]]]:
+    """Returns what came of jobs by the file of results, in the order in which they were measured."""
+    paths = sorted((results / "h200").glob(f"ledger_{part}.json"))
+    paths += sorted((results / "h200").glob(f"ledger_{part}_*.json"))
+    return {path.name: json.loads(path.read_text("utf-8"))["outcomes"] for path in paths}
+
+
 def _outcomes(results: Path, part: str) -> list[dict[str, Any]]:
-    data = json.loads((results / "h200" / f"ledger_{part}.json").read_text("utf-8"))
-    return list(data["outcomes"])
+    return [one for outcomes in _files(results, part).values() for one in outcomes]
 
 
 def _ledgers(results: Path) -> dict[str, dict[str, Any]]:
-    """Returns all jobs that have a ledger: those of the table, and the bases of the gains."""
+    """Returns all jobs that have a ledger, each by its last run: those of the table, and the bases of the gains."""
     every = [*_outcomes(results, "table"), *_outcomes(results, "gains")]
     return {job["name"]: job for job in every if (job["record"] or {}).get("ledger")}
 
@@ -266,20 +250,47 @@ def _ms(s: float, ci95: list[float], step_s: float) -> str:
     return with_errors(1e3 * s, 1e3 * low, 1e3 * high, 3 if step_s < 0.01 else 2)
 
 
-def _gains(results: Path) -> Iterator[dict[str, Any]]:
-    """Yields all pairs, in the order of the bases; one that nobody tried has the reason of its base."""
-    outcomes = {one["name"]: one for one in _outcomes(results, "gains")}
+def _gains(results: Path) -> Iterator[tuple[dict[str, Any], float | None]]:
+    """Yields all pairs, in the order of the bases, each with what was predicted when its saving was measured.
+
+    The prediction of a pair is what flopwise says today of the recorded windows of its run, where that was read again. One that
+    nobody tried has the reason of its base.
+    """
+    again = _again(results)
+    tried: dict[tuple[str, str], tuple[dict[str, Any], str]] = {}
+    reasons: dict[str, str] = {}
+    for file, outcomes in _files(results, "gains").items():
+        for one in outcomes:
+            reasons[one["name"]] = _why(one)
+            for gain in one["gains"]:
+                if gain["saved_frac"] is not None or (one["name"], gain["fix"]) not in tried:
+                    tried[one["name"], gain["fix"]] = gain, file
     for base in bases():
-        outcome = outcomes.get(base.job.name, {"gains": [], "reasons": []})
-        tried = {gain["fix"]: gain for gain in outcome["gains"]}
         for fix in base.fixes:
             none: dict[str, Any] = dict.fromkeys(UNKNOWN)
             none |= {"base": base.job.name, "fix": fix.name, "verdict": "not run"}
-            none["reason"] = _why(outcome)
-            yield tried.get(fix.name, none)
+            none["reason"] = reasons.get(base.job.name, "")
+            gain, file = tried.get((base.job.name, fix.name), (none, ""))
+            findings = again.get(file, {}).get(base.job.name, [])
+            read_again = any(finding["cause"] in fix.causes for finding in findings)
+            if not read_again or gain["saved_frac"] is None:
+                yield gain, gain["predicted_frac"]
+                continue
+            now = Gain(gain["base"], gain["fix"], list(fix.causes))
+            now.saved_frac, now.saved_low = gain["saved_frac"], gain["saved_low"]
+            now.saved_high = gain["saved_high"]
+            put_prediction(now, {"findings": findings}, fix.advice)
+            yield asdict(now), gain["predicted_frac"]
 
 
-def _gain_row(gain: dict[str, Any]) -> list[str]:
+def _again(results: Path) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Returns the findings of today's flopwise on recorded windows, by file of results and base."""
+    path = results / "h200" / "ledger_again.json"
+    found: dict[str, dict[str, list[dict[str, Any]]]] = json.loads(path.read_text("utf-8"))
+    return found
+
+
+def _gain_row(gain: dict[str, Any], when_measured: float | None) -> list[str]:
     verdict = gain["verdict"]
     if gain["reason"]:
         verdict += f": {_why({'reason': gain['reason']})}"
@@ -287,12 +298,11 @@ def _gain_row(gain: dict[str, Any]) -> list[str]:
     shown = (
         "" if over is None else "nothing was saved" if math.isinf(over) else f"{100 * over:+.0f} %"
     )
-    predicted = gain["predicted_frac"]
     return [
         gain["base"],
         gain["fix"],
         gain["cause"] or "",
-        "" if predicted is None else units.percent(predicted),
+        *("" if x is None else units.percent(x) for x in (gain["predicted_frac"], when_measured)),
         "" if gain["saved_frac"] is None else _saved(gain),
         shown,
         verdict,
@@ -311,5 +321,4 @@ TABLES = {
     "ledger_jobs": jobs,
     "ledger_job_lines": job_lines,
     "ledger_gains": gains,
-    "ledger_gains_again": gains_again,
 }

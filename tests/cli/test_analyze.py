@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from flopwise.cli import analyze, main
+from flopwise.cli import main
 from flopwise.records import store
 from flopwise.records.ledger import SCHEMA, LedgerRecord
 
@@ -190,7 +190,7 @@ def test_a_folder_is_a_job(
     assert main(["analyze", str(job), "--json", str(target), "--html", str(page), *flags]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert "all 4 ranks read" in out
+    assert "4 of 4 ranks read" in out
     record = json.loads(target.read_text())
     assert [one["rank"] for one in record["ranks"]] == [0, 1, 2, 3]
     assert record["health"]["clean"] is True
@@ -251,6 +251,34 @@ def test_copies_and_tables(job: Path, capsys: pytest.CaptureFixture[str], tmp_pa
     assert set(calls["rank"]) == {0, 1, 2, 3}
     lines = polars.read_parquet(tmp_path / "tables" / "lines.parquet")
     assert lines.filter(polars.col("name") == "comm_unsplit").height > 0
+
+
+@pytest.mark.parametrize("more", [[], ["--no-ledger"]])
+def test_a_device_that_is_not_in_the_trace_is_one_message(
+    job: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    assert main(["analyze", str(job / "worker_1.json"), "--device", "7", *more]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "no work of device 7; there is [0]" in err
+    assert main(["analyze", str(job / "worker_1.json"), "--device", "0", *more]) == 0
+
+
+def test_options_of_one_trace_say_what_is_in_their_way(
+    job: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["analyze", str(job), "--device", "0"]) == 2
+    assert "--device chooses in one trace" in capsys.readouterr().err
+    copy = ["--perfetto", str(tmp_path / "copy.json")]
+    assert main(["analyze", str(job / "worker_1.json"), "--no-ledger", *copy]) == 2
+    assert "leave out --no-ledger" in capsys.readouterr().err
+
+
+def test_a_ledger_that_was_not_asked_for_is_said_so(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["analyze", str(job / "worker_1.json"), "--no-ledger"]) == 0
+    assert "ledger      none · not asked for (--no-ledger)" in capsys.readouterr().out
 
 
 def test_what_lies_among_the_traces_is_not_replaced(
@@ -315,34 +343,6 @@ def test_it_needs_no_torch(training: Any) -> None:
     )  # fmt: skip
     assert done.stderr == "0\n"
     assert "useful work" in done.stdout
-
-
-def test_progress_of_what_takes_long(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = iter([0.0, 1.0, 4.0, 4.1, 5.0, 9.0])
-    monkeypatch.setattr(analyze.time, "monotonic", lambda: next(now))
-    progress = analyze.Progress("a\x1b.json")
-    for n_bytes in (1_000_000, 8_000_000, 9_000_000, 20_000_000):
-        progress(n_bytes)
-    # nothing in the first two seconds, and no more often than twice a second
-    progress.end()
-    said = capsys.readouterr().err.split("\r")
-    assert said == ["", r"a\x1b.json: 8 MB read, 2 MB/s ", "a\\x1b.json: 20 MB read, 4 MB/s \n"]
-    analyze.Progress("b.json").end()
-    assert capsys.readouterr().err == ""
-
-
-def test_how_many_ranks_are_read_is_said_at_the_end_in_any_case(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = iter([0.0, 1.0, 4.0, 4.1, 4.2])
-    monkeypatch.setattr(analyze.time, "monotonic", lambda: next(now))
-    told = analyze.Ranks()
-    for done in (1, 2, 3, 4):
-        told(done, 4)
-    told.end()
-    assert capsys.readouterr().err == "\r2 of 4 ranks read \r4 of 4 ranks read \n"
 
 
 @pytest.mark.parametrize("option", ["--json", "--html"])

@@ -176,6 +176,46 @@ def test_a_side_is_never_written_over(
     assert Path(pair[1]).read_bytes() == before
 
 
+def test_the_page_is_written_beside_report_and_json(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "c.html"
+    assert main(["compare", *pair, "--html", str(page), "--fail-above", "5%"]) == 1
+    out = capsys.readouterr().out
+    assert "slower" in out
+    assert "c.html" in out.partition("saved")[2]
+    first = page.read_text()
+    assert first.startswith("<!doctype html>")
+    assert "default-src 'none'" in first.replace("&#x27;", "'")
+    assert "Where the difference lies" in first
+    assert main(["compare", *pair, "--html", str(page), "--fail-above", "5%", "--json", "-"]) == 1
+    assert json.loads(capsys.readouterr().out)["schema"] == SCHEMA
+    assert page.read_text() == first
+
+
+def test_one_file_is_not_two(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(tmp_path / "c")
+    assert main(["compare", *pair, "--html", pair[0]]) == 2
+    assert f"--html {pair[0]}: that is {pair[0]} itself" in capsys.readouterr().err
+    assert main(["compare", *pair, "--json", target, "--html", target]) == 2
+    assert f"--html {target}: that is what --json names" in capsys.readouterr().err
+    assert not Path(target).exists()
+
+
+def test_traces_of_a_job_are_not_replaced(
+    training: Any, pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inside = tmp_path / "job" / "rank0.json"
+    inside.parent.mkdir()
+    inside.write_text(Path(pair[0]).read_text())
+    before = inside.read_bytes()
+    assert main(["compare", str(inside.parent), pair[1], "--html", str(inside)]) == 2
+    assert "lies among what is compared" in capsys.readouterr().err
+    assert inside.read_bytes() == before
+
+
 def test_a_target_that_cannot_be_written(
     pair: tuple[str, str], tmp_path: Path, capsys: Any
 ) -> None:

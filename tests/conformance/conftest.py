@@ -14,7 +14,7 @@ from flopwise.diagnosis.ranks.health import named_rank, withheld_for
 from flopwise.diagnosis.ranks.job import job_of
 from flopwise.measurement.jobs import Stage, read_rank
 from flopwise.records.job import Health
-from flopwise.trace.sources import ITS_NAME, Source
+from flopwise.trace.source import ITS_NAME, Source
 
 STEPS, STEP_US, HOST_US = 6, 1000.0, 6_000_000.0
 KERNELS = 8  # of compute, a step

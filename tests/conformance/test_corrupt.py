@@ -182,7 +182,7 @@ def test_the_head_is_withheld_for_the_steps_it_is_missing_in(
 def test_a_shifted_clock_is_told(made: Any, corrupt: ModuleType, examine: Any) -> None:
     (one,) = examine(made(corrupt, "clock_shifted")).health.defects
     assert (one.code, one.rank) == ("H204", RANK)
-    assert one.evidence.startswith("the clock of rank 3 is +5 ms from the first rank's")
+    assert one.evidence.startswith("the clock of rank 3 is 5 ms ahead of the first rank's")
 
 
 def test_the_files_own_rank_wins(made: Any, corrupt: ModuleType, examine: Any) -> None:

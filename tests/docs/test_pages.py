@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from flopwise.reports import job_tables, job_words
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "changes").glob("*.md")]
@@ -42,6 +44,22 @@ def test_every_page_is_reached_from_the_first_one() -> None:
     docs = ROOT / "docs"
     linked = set(re.findall(r"\]\(([\w-]+\.md)", (docs / "index.md").read_text("utf-8")))
     assert {page.name for page in docs.glob("*.md")} - {"index.md"} == linked
+
+
+def test_the_sample_of_several_ranks_is_what_the_report_looks_like() -> None:
+    page = (ROOT / "docs" / "ranks.md").read_text("utf-8")
+    sample = page.partition("```text\n")[2].partition("```")[0]
+    assert max(map(len, sample.splitlines())) <= 80
+    for title in (
+        f"  stragglers, {job_words.STRAGGLERS}\n",
+        f"  by rank, a step; {job_tables.WAITING}\n",
+        f"  collectives, the longest first; {job_tables.COLLECTIVES_OF}\n",
+        f"  findings, {job_words.FINDINGS}\n",
+        f" of {job_words.SHARE_OF} ",
+    ):
+        assert title in sample
+    rank = [column.title for column in job_tables.RANK_COLUMNS]
+    assert any(line.split() == " ".join(rank).split() for line in sample.splitlines())
 
 
 def test_every_change_is_one_line_of_its_own_kind() -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from flopwise.launch.command import Job
+from flopwise.measurement import Measurement
 
 Go = Callable[..., Any]
 
@@ -66,3 +71,36 @@ def test_after_an_interrupt_nothing_is_measured_any_more(
     done = go(f"train(40); {end}", peak=None)
     assert done.record.exit_code in (1, 128 + signal.SIGINT)
     assert len(cached["asked"]) == asked
+
+
+@pytest.mark.parametrize(
+    ("worlds", "ledger", "plan", "expected"),
+    [
+        ([1], True, None, "flopwise tune train.py --lr 1"),
+        ([1], False, None, "flopwise tune train.py --lr 1"),
+        ([1], True, "plan.json", None),
+        ([2, 2], True, None, "flopwise analyze 'a run'"),
+        ([2], True, "plan.json", "flopwise analyze 'a run'"),
+        ([2, 2], False, None, None),  # nothing was recorded that could be laid on one another
+    ],
+)
+def test_of_several_ranks_the_next_command_is_analyze(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    worlds: list[int],
+    ledger: bool,
+    plan: str | None,
+    expected: str | None,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("a run")
+    folder.mkdir()
+    (folder / "launch.json").touch()
+    job = Job(["python", "train.py"], "train.py", "train.py", ["train.py", "--lr", "1"])
+    found = Measurement(job, folder, {})
+    monkeypatch.setattr(found, "ranks", lambda: [SimpleNamespace(world_size=n) for n in worlds])
+    record: Any = SimpleNamespace(ledger=object() if ledger else None, plan=plan)
+    assert found._next_command(record) == expected
+    (folder / "launch.json").unlink()
+    if max(worlds) > 1:
+        assert found._next_command(record) is None

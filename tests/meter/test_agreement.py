@@ -225,6 +225,7 @@ def test_two_ranks_profile_from_one_step_on_and_end_at_one(in_folder: Path) -> N
     assert record["complete"]
     assert record["ledger"] is not None, record["ledger_reason"]
     assert record["ledger"]["step_s"] > 0
+    assert "  next        flopwise analyze run\n" in done.stderr
     assert "flopwise: " not in re.sub(r"flopwise: (measuring|report)[^\n]*", "", done.stderr)
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from flopwise.records import ledger, run
+from flopwise.records import finding, ledger, run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "run-record.md"
 CLASSES = {
     name: kind
-    for name, kind in {**vars(run), **vars(ledger)}.items()
+    for name, kind in {**vars(run), **vars(ledger), **vars(finding)}.items()
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
 SCALARS = {str: "string", int: "integer", float: "number", bool: "boolean"}

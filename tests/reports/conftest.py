@@ -145,6 +145,7 @@ def job(training: Any) -> Callable[..., JobRecord]:
                 job_records.Straggler(
                     1, 0.28e-3, (0.25e-3, 0.31e-3), 0.84, 0.2, "host", {"host": 0.25e-3, "kernels": 0.03e-3},
                     "its device idles 0.3 ms a step for its host, others 0.05 ms", ["train.py:88"], 0.14e-3,
+                    0.07e-3, (0.06e-3, 0.08e-3),
                 )
             ],
             "stragglers_reason": None,
@@ -202,10 +203,10 @@ def damaged(job: Callable[..., JobRecord]) -> JobRecord:
     made = job()
     held = ["ledger", "mfu", "idle"]
     defects = [
-        job_records.Defect("H101", "missing-kernels", 2, "run/rank2.json.gz", 300, 0.3, "300 of 1000 launches have none", held),
-        job_records.Defect("H101", "missing-kernels", 3, "run/rank3.json.gz", 200, 0.2, "200 of 1000 launches have none", held),
+        job_records.Defect("H101", "missing-kernels", 2, "run/rank2.json.gz", 300, 0.3, "300 of 1000 launches have none", held, what="launches"),
+        job_records.Defect("H101", "missing-kernels", 3, "run/rank3.json.gz", 200, 0.2, "200 of 1000 launches have none", held, what="launches"),
         job_records.Defect("H120", "clocks", None, None, 8, None, "ends lie 5 ms apart", ["waits", "stragglers"]),
-        job_records.Defect("H130", "legal-overlaps", 0, "run/rank0.json.gz", 30, 0.001, "30 of 2 us", []),
+        job_records.Defect("H130", "legal-overlaps", 0, "run/rank0.json.gz", 30, 0.001, "30 of 2 us", [], what="kernels and copies"),
     ]  # fmt: skip
     ranks = [
         dataclasses.replace(

@@ -18,10 +18,10 @@ from flopwise.reports.terminal import render_job
 Make = Callable[..., JobRecord]
 
 WHOLE = """\
-flopwise analyze run                                all 2 ranks read · NVIDIA H200 · 4 steps of each
+flopwise analyze run                               2 of 2 ranks read · NVIDIA H200 · 4 steps of each
 
   MFU         40 % · mean over 2 ranks · of 989.5 TFLOP/s a device
-  step        1 ms · mean over ranks, profiled · ranks 1 ms to 1.02 ms
+  step        1 ms · mean over ranks, profiled · ranks 1 to 1.02 ms
   health      clean · looked for 3 defects · nothing is withheld
 
   where the step goes, mean over 2 ranks
@@ -31,36 +31,32 @@ flopwise analyze run                                all 2 ranks read · NVIDIA H
   idle: the host was late          ██          100 µs                     10 %
   step                                           1 ms                    100 %
 
-  stragglers, by how long they make others wait
-  rank 1      140 µs a step for each other rank · 84 % of all waiting that a rank caused
-              280 µs in these traces, mean over all ranks (250 µs to 310 µs, 95 %)
-              its host is late
-              by reason: host 250 µs, kernels 30 µs
-              its device idles 0.3 ms a step for its host, others 0.05 ms
+  stragglers, by the waiting that they cause in a step, mean over ranks
+  rank 1      70 µs (60 to 80 µs, 95 %) · 7 % of the step · 84 % of all waiting · its host is late
               train.py:88
 
-  by rank, a step; waiting as a share of all matched calls
+  by rank, a step; waiting as a share of the time of all matched calls
   rank     step  communication  waiting  exposed  clock offset   matched
      0     1 ms         500 µs     70 %   250 µs     reference  56 of 76
      1  1.02 ms         500 µs     26 %   250 µs  20 µs ± 1 µs  56 of 76
 
-  collectives, a step and rank, the longest first
-  collective  dtype          bytes  calls    time  waiting  transfer        bus    of link
-  all_reduce  bf16           25 MB     10  400 µs   300 µs    100 µs   225 GB/s       50 %
-  broadcast   not known  not known    1.5  100 µs    50 µs     50 µs  not known  not known
+  collectives, the longest first; times and calls a step and rank; bytes a call
+  collective  dtype          bytes  calls    time  waiting  transfer  bus bandw.    of link
+  all_reduce  bf16           25 MB     10  400 µs   300 µs    100 µs    225 GB/s       50 %
+  broadcast   not known  not known    1.5  100 µs    50 µs     50 µs   not known  not known
       redundant: the same buffers in every step
 
-  link        NVLink 4 · 450 GB/s in one direction of a device · data sheet
-              over the step: 12 % used · while bytes move: 50 % used
+  link        NVLink 4 · 450 GB/s in one direction of a device · over the step: 12 % used
+              while bytes move: 50 % used
   redundant   4 % of all bytes move nothing new
               buffers broadcast in every step · 4 % of all bytes · 1 MB a step · 50 µs of transfer
               50 µs exposed · 1.5 calls
               64 buffers, unchanged
               do: broadcast_buffers=False
 
-  findings, the largest gain first
-  1           J101 straggler · 28 % of the time · predicted 20 % less time without it · measured
-              train.py:88
+  findings, what is worth most first; their shares may overlap
+  1           J101 straggler · 28 % of the mean step · predicted 20 % less time without it
+              measured · train.py:88
               rank 1 is late
               do: pin its host
 
@@ -93,12 +89,12 @@ def test_each_defect_says_what_it_withholds(damaged: JobRecord) -> None:
     assert (
         "health defects · looked for 3 defects · "
         "withheld for the whole job: waiting told from transfer, stragglers "
-        "H101 missing-kernels · ranks 2-3 · 500 seen · 30 % of them at most "
+        "H101 missing-kernels · ranks 2-3 · 500 launches, up to 30 % of those of a rank "
         "withholds the ledger, MFU, idle time and its causes of ranks 2-3 · "
         "rank 2: 300 of 1000 launches have none "
         "H120 clocks · the whole job · 8 seen "
         "withholds waiting told from transfer, stragglers · ends lie 5 ms apart "
-        "H130 legal-overlaps · rank 0 · 30 seen · 0.10 % of them withholds nothing · 30 of 2 us "
+        "H130 legal-overlaps · rank 0 · 30 of 30000 kernels and copies (0.10 %) withholds nothing · 30 of 2 us "
     ) in text
     assert "where the step goes, mean over 6 of 8 ranks" in text
     assert "MFU 40 % · mean over 6 ranks" in text
@@ -160,12 +156,82 @@ def test_everything_withheld_leaves_no_blank(job: Make) -> None:
         "ledger withheld · by H100 · no rank has one",
         "stragglers withheld · by H100",
         "collectives none",
-        "link link not known · over the step: withheld · while bytes move: withheld · by H100",
+        "link not used: no call between ranks is in these steps",
         "redundant withheld · by H100",
         "0 withheld withheld withheld withheld withheld 56 of 76 no ledger: the file is cut",
-        "run/rank0.json.gz · 1 seen",
+        "H100 cut-file · run/rank0.json.gz withholds every conclusion",
     ):
         assert said in text
+
+
+def test_what_is_withheld_whole_is_said_in_two_words(job: Make) -> None:
+    names = list(CONCLUSIONS)
+    defect = Defect("H207", "jobs-differ", None, None, 1, 0.5, "two jobs", names, what="files")
+    text = rendered(
+        job(2, health=Health(False, ["a"], [defect], {name: ["H207"] for name in names}))
+    )
+    assert "withheld for the whole job: every conclusion H207 jobs-differ" in text
+    assert "the whole job · 1 of 2 files (50 %) withholds every conclusion" in text
+
+
+@pytest.mark.parametrize(
+    ("count", "share", "what", "said"),
+    [
+        (5, 0.625, "ranks", ["5 of 8 ranks (62.5 %)"]),
+        (1, None, "launches", ["1 launch"]),
+        (1, None, "kernels and copies", ["1 kernel or copy"]),
+        (3, None, "calls", ["3 calls"]),
+        (1, None, "", []),  # the defect is one thing
+        (4, 0.5, "", ["4 seen"]),  # a record that does not say of what
+        (2, 1e-300, "events", ["2 events"]),
+    ],
+)
+def test_how_many_of_what(count: int, share: float | None, what: str, said: list[str]) -> None:
+    (group,) = words.groups([Defect("H1", "gone", 0, None, count, share, "", [], what=what)])
+    assert words.defect(group)[2:] == said
+
+
+def test_a_step_that_is_alike_on_all_ranks_is_said_once(job: Make) -> None:
+    same = [dataclasses.replace(one, step_s=1e-3) for one in job(2).ranks]
+    assert "mean over ranks, profiled · the same on all" in rendered(job(2, ranks=same))
+
+
+def test_a_ledger_that_was_not_asked_for_is_not_missed(job: Make) -> None:
+    bare = [
+        dataclasses.replace(one, ledger=None, ledger_reason="not asked for") for one in job(2).ranks
+    ]
+    text = rendered(
+        job(2, ranks=bare, lines=[], lines_reason="2 of 2 ranks have no ledger", mfu=None)
+    )
+    assert "ledger none · not asked for (--no-ledger)" in text
+    assert "MFU none · it needs the ledger, which was not asked for (--no-ledger)" in text
+    assert "no ledger:" not in text
+
+
+def test_lines_of_a_step_that_is_not_known_are_withheld(job: Make) -> None:
+    defect = Defect("H113", "unmarked-steps", 0, None, 1, None, "no step is marked", ["steps"])
+    health = Health(False, ["steps"], [defect], {"steps": ["H113"]})
+    text = rendered(job(2, step_s=None, health=health))
+    assert "ledger withheld · by H113 · without steps nothing can be divided" in text
+    unknown = rendered(job(2, step_s=None))
+    assert "ledger none · without steps nothing can be divided" in unknown
+
+
+def test_a_link_that_nobody_knows_is_said_once(job: Make) -> None:
+    none = Links(None, None, None, None, None, "the link of this device is not known")
+    assert "link not known · the link of this device is not known redundant" in rendered(
+        job(2, links=none)
+    )
+
+
+def test_a_straggler_in_no_step_that_counts_has_its_share_of_the_waiting(job: Make) -> None:
+    late = dataclasses.replace(job(2).stragglers[0], per_step_s=None, per_step_ci95=None)
+    assert "rank 1 84 % of all waiting · its host is late" in rendered(job(2, stragglers=[late]))
+
+
+def test_a_straggler_of_a_live_run_has_its_share_of_the_steps_with_its_calls(job: Make) -> None:
+    text = rendered(job(2, profiled=False, recorded_step_s=1.4e-3))
+    assert "70 µs (60 to 80 µs, 95 %) · 5 % of the step" in text
 
 
 def test_no_straggler_gives_the_reason(job: Make) -> None:
@@ -216,13 +282,13 @@ def test_of_many_ranks_the_telling_ones(job: Make) -> None:
 
 def test_defects_of_many_ranks_are_one(job: Make) -> None:
     defects = [
-        Defect("H1", "late-start", rank, None, 2, 0.5, f"seen on {rank}", ["waits"])
+        Defect("H1", "late-start", rank, None, 2, 0.5, f"seen on {rank}", ["waits"], what="calls")
         for rank in range(0, 1024, 2)
     ]
     record = job(2, health=Health(False, ["starts"], defects, {}))
     text = rendered(record)
     assert (
-        "H1 late-start · ranks 0, 2, 4, 6, 8, 10 and 506 more · 1024 seen · 50 % of them at most"
+        "H1 late-start · ranks 0, 2, 4, 6, 8, 10 and 506 more · 1024 calls, up to 50 % of those of a rank"
         in text
     )
     assert "rank 0: seen on 0" in text

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from flopwise.records.finding import Finding
+from flopwise.records.finding import Alternative, Finding
 from flopwise.reports.run_findings import SHOWN
 from flopwise.reports.terminal import render_run
 
@@ -37,6 +37,33 @@ def test_findings_stand_behind_the_results_in_the_order_of_the_record(sample):
         "              do: load in workers",
     ]
     assert at < next(n for n, line in enumerate(text) if line.startswith("  peak"))
+
+
+@pytest.mark.parametrize(
+    ("gain", "said"),
+    [
+        (0.0, None),
+        (1e-16, None),
+        (0.006, "predicted 0.60 % less time without it"),
+        (None, None),
+    ],
+)
+def test_of_a_gain_of_nothing_nothing_is_said(sample, gain, said):
+    found = dataclasses.replace(WAIT, predicted_gain_frac=gain, where=[])
+    line = next(line for line in report(sample("cpu"), [found], 160) if "D101" in line)
+    assert line.split(" · ")[1:] == ["51.4 % of the time", *([said] if said else []), "measured"]
+
+
+def test_another_cure_has_its_own_prediction(sample):
+    other = dataclasses.replace(
+        WAIT, alternatives=[Alternative("read ahead", 0.1), Alternative("read less", None)]
+    )
+    text = report(sample("cpu"), [other])
+    at = text.index("              do: load in workers")
+    assert text[at + 1 : at + 3] == [
+        "              or: read ahead · predicted 10 % less time so",
+        "              or: read less",
+    ]
 
 
 def test_no_findings_no_block(sample):

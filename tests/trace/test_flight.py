@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from flopwise.trace import flight, plain_pickle
-from flopwise.trace.flight import Frame, read_flight
+from flopwise.trace.flight import read_flight
+from flopwise.trace.flight_records import Counts, Frame
 from flopwise.trace.plain_pickle import RefusedError, plain
 from flopwise.trace.stream import TraceError
 
@@ -90,7 +91,45 @@ def test_older_versions(tmp_path: Path) -> None:
     dump = read_flight(write(tmp_path / "fr", {"entries": [old], "version": "1.5"}))
     assert dump.entries[0].collective_seq_id == 41
     assert (dump.entries[0].group, dump.rank, dump.truncated) == ("0", None, True)
-    assert dump.notes == ("the 40 calls before are no longer in it",)
+    assert dump.notes == ("the 40 calls before are not in it",)
+
+
+def test_how_far_a_group_came_is_said_of_the_group_that_calls_show(tmp_path: Path) -> None:
+    """Groups are counted under a number that each rank gives them, and named by another: 5 here is no number of group "5"."""
+    counts = {
+        key: {"last_enqueued_collective": n, "last_started_collective": -1, "last_completed_collective": n - 1}
+        for key, n in (("0", 3), ("1", 41), ("5", 30))
+    }  # fmt: skip
+    config = {name: {"name": name, "desc": desc, "ranks": "[0, 1]"} for name, desc in (("0", "default_pg"), ("5", "dp"), ("33", "tp"))}  # fmt: skip
+    last = entry(41, process_group=("33", "tp"), pg_id=1)
+    dump = read_flight(write(tmp_path / "f", content(last, pg_config=config, pg_status=counts)))
+    assert {group.name: group.last_enqueued for group in dump.groups} == {"0": 3, "5": None, "33": 41}  # fmt: skip
+    assert dump.counts["5"] == Counts(30, None, 29)
+
+
+@pytest.mark.parametrize(
+    ("entries", "counts", "only_open"),
+    [
+        ([], {}, False),
+        ([], {"0": {"last_enqueued_collective": 0}}, False),
+        ([], {"0": {"last_enqueued_collective": 7}}, True),
+        ([(0, False), (1, False)], {}, False),  # from the first on, and none ended
+        ([(0, False), (2, False)], {}, True),
+        ([(4, False), (5, False)], {}, True),
+        ([(4, True), (9, False)], {}, False),
+    ],
+)
+def test_whether_calls_that_ended_are_left_out(tmp_path: Path, entries: list[tuple[int, bool]], counts: dict[str, Any], only_open: bool) -> None:  # fmt: skip
+    done = {True: {}, False: {"state": "scheduled", "retired": False}}
+    raw = content(*(entry(n + 1, **done[ended]) for n, ended in entries), pg_status=counts)
+    assert read_flight(write(tmp_path / "f", raw)).only_open is only_open
+
+
+def test_the_version_of_nccl_where_older_torch_wrote_it(tmp_path: Path) -> None:
+    raw = {**content(entry(1)), "nccl_version": "2.21.5"}
+    assert read_flight(write(tmp_path / "new", raw)).comm_lib_version == "2.28.9"
+    del raw["comm_lib_version"]
+    assert read_flight(write(tmp_path / "old", raw)).comm_lib_version == "2.21.5"
 
 
 def test_sends_and_receives_are_known_by_their_names(tmp_path: Path) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from flopwise.trace.flight import Dump, Entry, Frame, Group
-from flopwise.trace.hang import stuck
+from flopwise.trace.flight_records import Counts, Dump, Entry, Frame, Group
+from flopwise.trace.hang import roots, stuck
 from flopwise.trace.stream import TraceError
 
 WORLD = (0, 1, 2, 3)
@@ -127,6 +128,87 @@ def test_of_two_groups_the_first_trouble_comes_first_and_says_where_the_rank_is(
     assert (tensor.group, tensor.behind, tensor.at) == ("7", {0: 0}, {0: "in no call"})
     assert (world.group, sorted(world.behind)) == ("0", [0, 1])
     assert world.at[1] == "in call 1 of group '7', all_reduce 16x4 Float"
+
+
+def open_only(rank: int, first: int, n: int, counts: tuple[int, int] | None, **more: Any) -> Dump:
+    """A dump without the calls that ended, as programs can ask for it; the rank calls the group number 5."""
+    entries = [
+        call(k, done=False, pg_id=5, record_id=3 * k, **more) for k in range(first, first + n)
+    ]
+    known = {} if counts is None else {"5": Counts(counts[0], None, counts[1])}
+    return Dump(f"fr_{rank}", rank, "2.9", "", (Group("0", "default_pg", WORLD),), tuple(entries), (), {"0": Counts(90, None, 90), **known})  # fmt: skip
+
+
+def test_a_call_that_ended_on_all_but_one_rank_is_about_its_device() -> None:
+    """Dumps of open calls alone: the others went on, and their counts say that it ended there."""
+    dumps = [open_only(r, 9, 2, (10, 8)) for r in (0, 1, 3)] + [open_only(2, 6, 4, (9, 5))]
+    (found,) = stuck(dumps)
+    assert (found.verdict, found.sequence, found.waiting, found.ended) == ("partial", 6, (2,), (0, 1, 3))  # fmt: skip
+    assert found.culprits == (2,)
+    assert found.evidence == "call 6 of group '0' (default_pg), all_reduce 16x4 Float; it ended on ranks 0, 1, 3; rank 2 waits in it"  # fmt: skip
+
+
+def test_a_call_may_have_ended_where_it_is_not_known() -> None:
+    dumps = [open_only(r, 9, 2, None) for r in (0, 1, 3)] + [open_only(2, 6, 4, None)]
+    (found,) = stuck(dumps)
+    assert (found.verdict, found.sequence, found.waiting, found.culprits) == ("unfinished", 6, (2,), ())  # fmt: skip
+    wrong = [open_only(r, 9, 2, (77, 76)) for r in (0, 1, 3)] + [open_only(2, 6, 4, None)]
+    assert stuck(wrong)[0].ended == ()  # counts that are not of these calls
+
+
+@pytest.mark.parametrize(
+    ("counts", "reached", "said"),
+    [
+        ((8, 8), 8, "rank 2 never called it: it reached 8, and is in no call"),
+        (None, None, "rank 2 is in no call, and how far it came in this group its dump does not say"),
+        ((3, 3), None, "rank 2 is in no call, and how far it came in this group its dump does not say"),
+        ((11, 11), None, "rank 2 is in no call, and how far it came in this group its dump does not say"),
+    ],
+)  # fmt: skip
+def test_a_rank_without_open_calls_is_behind(counts: tuple[int, int] | None, reached: int | None, said: str) -> None:  # fmt: skip
+    dumps = [open_only(r, 9, 2, (10, 8)) for r in (0, 1, 3)] + [open_only(2, 0, 0, counts)]
+    (found,) = stuck(dumps)
+    assert (found.verdict, found.sequence, found.behind, found.culprits) == ("missing", 9, {2: reached}, (2,))  # fmt: skip
+    assert said in found.evidence
+
+
+def test_a_rank_without_open_calls_may_have_ended_what_the_others_wait_in() -> None:
+    dumps = [open_only(r, 9, 2, (10, 8)) for r in (0, 1, 3)] + [open_only(2, 0, 0, (10, 10))]
+    (found,) = stuck(dumps)
+    assert (found.verdict, found.sequence, found.ended, found.waiting) == ("partial", 9, (2,), (0, 1, 3))  # fmt: skip
+
+
+def test_counts_tell_nothing_where_messages_are_counted_with_the_calls() -> None:
+    send = call(0, done=False, pg_id=5, record_id=50, profiling_name="nccl:send 0->1", is_p2p=True, p2p_seq_id=10)  # fmt: skip
+    ahead = open_only(0, 9, 2, (10, 8))
+    ahead = dataclasses.replace(ahead, entries=(*ahead.entries, send))
+    found = stuck([ahead, open_only(2, 6, 4, (9, 5)), open_only(1, 9, 2, (10, 8))])
+    assert [one.verdict for one in found if one.sequence == 6] == ["unfinished"]
+
+
+def test_of_many_calls_that_wait_those_stand_first_with_which_it_began() -> None:
+    """Rank 2 is in no call; the groups of the others wait for it, and for one another."""
+    groups = tuple(Group(name, "", ranks) for name, ranks in (("0", WORLD), ("a", (0, 1)), ("b", (2, 3))))  # fmt: skip
+    of_a = call(1, done=False, group="a", time_created_ns=NOW - 50)
+    of_b = call(1, done=False, group="b", time_created_ns=NOW - 10)
+    last = call(2, done=False, time_created_ns=NOW + 2)
+    send = call(3, done=False, profiling_name="nccl:send 1->2", is_p2p=True, time_created_ns=NOW - 90)  # fmt: skip
+    dumps = [
+        dump(0, [call(1), of_a], groups=groups),
+        dump(1, [call(1), send, of_a], groups=groups),
+        dump(2, [call(1)], groups=groups),
+        dump(3, [call(1), of_b, last], groups=groups),
+    ]
+    found = stuck(dumps)
+    assert [one.verdict for one in found] == ["unfinished", "unfinished", "missing", "missing"]
+    (root,) = roots(found)
+    assert (root.group, root.verdict, root.idle, root.culprits) == ("b", "missing", (2,), (2,))
+
+
+def test_where_no_rank_is_at_fault_all_calls_that_wait_are_told() -> None:
+    found = stuck([dump(r, [call(1), call(2, done=False)]) for r in WORLD])
+    assert roots(found) == found
+    assert roots([]) == []
 
 
 def test_groups_of_one_name_and_other_members_are_apart() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flopwise.trace import nccl_log
-from flopwise.trace.nccl_log import Choice, NcclLog, Operation, read_nccl_log
+from flopwise.trace import nccl_communicators, nccl_reader
+from flopwise.trace.nccl_log import read_nccl_log
+from flopwise.trace.nccl_records import Choice, NcclLog, Operation
 from flopwise.trace.stream import TraceError
 
 
@@ -215,9 +216,107 @@ def test_compressed_and_cut(tmp_path: Path) -> None:
     assert log.communicators[0].missing != ()
 
 
+def test_lines_that_ranks_tear_apart(read) -> None:  # type: ignore[no-untyped-def]
+    """As eight processes of one machine write them to one pipe: the end of a line comes later, without its beginning."""
+    said = "ncclCommInitRankConfig comm 0x55{0} rank {0} nranks 3 cudaDev {0} nvmlDev {0} busId {0}a000"
+    begins = [f"gpu-1:{100 + r}:{100 + r} [{r}] NCCL INFO {said.format(r)}" for r in range(3)]
+    ready = "gpu-1:{0}:{0} [{1}] NCCL INFO Init timings - ncclCommInitRankConfig: rank {1} nranks 3 total 3.69 (kernels 0.35, alloc "
+    log = read(
+        *(f"{line} commId 0xfc - Init START" for line in begins),
+        begins[0].removesuffix("00") + begins[1].removesuffix("00") + begins[2] + " commId 0xfc - Init COMPLETE",
+        "00 commId 0xfc - Init COMPLETE",
+        "00 commId 0xfc - Init COMPLETE",
+        ready.format(100, 0) + ready.format(101, 1) + "2.16, bootstrap 0.06, allgathers 0.01, rest 0.01)",
+        "2.16, bootstrap 0.06, allgathers 0.01, rest 0.01)",
+    )  # fmt: skip
+    (comm,) = log.communicators
+    assert (comm.id, comm.missing, comm.incomplete) == ("0xfc", (), ())
+    assert (log.hosts, log.unreadable) == (("gpu-1",), 0)
+
+
+def test_a_communicator_is_ready_only_where_its_own_rank_says_so(read) -> None:  # type: ignore[no-untyped-def]
+    begin = start(0)[0]
+    for text in ("rank 1 nranks 2 total 1.0", "rank 0 nranks 4 total 1.0"):
+        log = read(begin, lines(0, f"Init timings - ncclCommInitRankConfig: {text} (kernels 0.3)"))
+        assert log.communicators[0].incomplete == (0,)
+
+
+def test_what_launchers_and_collectors_put_before_a_line(read) -> None:  # type: ignore[no-untyped-def]
+    via = "host-{0}:10:12 [3] NCCL INFO Channel 00/0 : {0}[3] -> 11[3] [send] via NET/IB/3/GDRDMA"
+    before = ["", "[2026-04-28 14:14:48] ", "# ", "0: ", "[default3]:", "[1,3]<stdout>:", "(RayWorker pid=7, ip=10.0.0.1) ", "2025-01-01T00:00:00Z stderr F "]  # fmt: skip
+    log = read(
+        *(prefix + via.format(n) for n, prefix in enumerate(before)),
+        '{"ts": 1, "log": "' + via.format(8) + '\\n"}',
+        '{"log": "' + via.format(9),  # cut off
+        via.format(10).replace("host-10", "<host-10>"),
+    )
+    assert log.hosts == (*(f"host-{n}" for n in range(10)), "<host-10>")
+    assert [(one.source, one.name, one.gdrdma) for one in log.connections] == [
+        (n, "NET/IB", True) for n in range(11)
+    ]
+    assert log.unreadable == 0
+
+
+def test_communicators_that_are_split_from_another_are_one_over_their_ranks(read) -> None:  # type: ignore[no-untyped-def]
+    """As versions 2.18 to 2.27 write them, and 2.28: ranks 0 and 2 are one half, 1 and 3 the other, and 0 and 2 once more."""
+    child = "ncclCommSplit comm 0x66{0}{1} rank {2} nranks 2 cudaDev {0} nvmlDev {0} busId {0}d000 parent 0x55{0:02d} {4}Count {1} color {3} key {2}"
+    parts: list[list[str] | str] = [start(rank, 4) for rank in range(4)]
+    for rank in range(4):
+        for number in (1, 2) if rank in (0, 2) else (1,):
+            said = child.format(
+                rank, number, rank // 2, 900 + rank % 2, "split" if rank < 2 else "child"
+            )
+            parts.append(lines(rank, f"{said}- Init START", f"{said} - Init COMPLETE"))
+    parts.append(lines(2, "Channel 00/0 : 0[0] -> 1[2] via P2P/IPC"))
+    log = read(*parts)
+    assert {one.id: [m.pid for m in one.members] for one in log.communicators} == {
+        "0xabc": [1000, 1001, 1002, 1003],
+        "0xabc/1/900": [1000, 1002],
+        "0xabc/1/901": [1001, 1003],
+        "0xabc/2/900": [1000, 1002],
+    }
+    assert all(one.missing == one.incomplete == () for one in log.communicators)
+    assert (log.connections[0].communicator, log.unreadable) == ("0xabc/2/900", 0)
+
+
+def test_a_communicator_that_is_split_from_one_before_the_log_is_its_ranks_own(read) -> None:  # type: ignore[no-untyped-def]
+    said = "ncclCommSplit comm 0x661 rank 0 nranks 2 cudaDev 0 nvmlDev 0 busId d000 parent 0x55 splitCount 1 color 9 key 0 - Init COMPLETE"
+    (comm,) = read(lines(0, said)).communicators
+    assert (comm.id, comm.missing) == ("node1:1000:0x661", (1,))
+
+
+def test_prose_about_versions_names_none(read) -> None:  # type: ignore[no-untyped-def]
+    assert read("Both have the same NCCL version and driver.", "NCCL version 2.21.5+cuda12.4").versions == ("2.21.5+cuda12.4",)  # fmt: skip
+
+
+def test_where_a_warning_comes_from(read) -> None:  # type: ignore[no-untyped-def]
+    where = {
+        "init.cc:12": "init.cc:12",
+        "transport/net_ib/p2p.cc:269 (ncclIbTest)": "transport/net_ib/p2p.cc:269",
+        "ncclResult_t nccl_net_ofi_init_v2(ncclDebugLogger_t):155": "nccl_net_ofi_init_v2(ncclDebugLogger_t):155",
+        "": "",
+    }
+    for before, spot in where.items():
+        log = read(f"h:1:2 [0] {before} NCCL WARN NET/OFI Initializing plugin failed")
+        assert [(one.where, one.text) for one in log.warnings] == [(spot, "NET/OFI Initializing plugin failed")]  # fmt: skip
+
+
+def test_a_communicator_that_is_revoked_is_no_new_one(read) -> None:  # type: ignore[no-untyped-def]
+    log = read(
+        lines(
+            1,
+            "[Rank 1] ncclCommInitRankConfig comm 0x5501 rank 1 nranks 2 cudaDev 1 nvmlDev 1 busId d000 commId 0xabc - Init START",
+            "comm 0x5501 rank 1 nRanks 2 cudaDev 1 busId d000 - Revoke START",
+            "comm 0x5501 rank 1 nRanks 2 cudaDev 1 busId d000 - Revoke COMPLETE, result 0",
+        )
+    )
+    (comm,) = log.communicators
+    assert (comm.id, comm.incomplete, log.unreadable) == ("0xabc", (1,), 0)
+
+
 def test_limits(read, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr(nccl_log, "MOST_KEPT", 5)
-    monkeypatch.setattr(nccl_log, "MOST_WARNINGS", 5)
+    monkeypatch.setattr(nccl_communicators, "MOST_KEPT", 5)
+    monkeypatch.setattr(nccl_reader, "MOST_WARNINGS", 5)
     texts = [line for n in range(9) for line in start(0, 2, hex(n + 1))]
     texts += lines(0, *[f"Channel {n:02d} : 0[0] -> 1[1] via SHM/direct" for n in range(9)])
     texts += lines(0, *[f"NCCL_{'ABCDEFGHI'[n]} set by environment to 1" for n in range(9)])

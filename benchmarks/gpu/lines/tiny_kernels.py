@@ -1,8 +1,8 @@
-"""After the optimizer a Python loop over the parameters keeps their average: five tiny kernels a parameter.
+"""After the optimizer a Python loop over many small statistics keeps each of them: five tiny kernels a piece.
 
-Moves: `idle_launch`, and with it what the small kernels take themselves: the `memory_*` lines. The step waits for the
-host, in both arms; without the fault the same arithmetic is five launches over the list of all parameters. Truth is the
-sum of these lines. A launch-bound step differs between processes by more than between its blocks.
+Moves: `idle_launch`, and with it what the small kernels take themselves: the `memory_*` lines. With the fault the step waits
+for the host, without it, as five kernels over all statistics stacked, for the device. Truth is the sum of these lines. A host's
+pace differs between processes, and with it the fault itself; the step without it does not.
 """
 
 from __future__ import annotations
@@ -15,37 +15,27 @@ from torch import Tensor
 
 
 @torch.no_grad()
-def one_by_one(parameters: list[Tensor], averages: list[Tensor]) -> None:
-    """Decays and clamps each parameter, and moves its average toward it."""
-    for parameter, average in zip(parameters, averages, strict=True):
-        parameter.mul_(0.999999)
-        parameter.clamp_min_(-10.0)
-        parameter.clamp_max_(10.0)
-        average.mul_(0.999)
-        average.add_(parameter, alpha=0.001)
-
-
-@torch.no_grad()
-def all_at_once(parameters: list[Tensor], averages: list[Tensor]) -> None:
-    """The same, with one call for all parameters."""
-    torch._foreach_mul_(parameters, 0.999999)
-    torch._foreach_clamp_min_(parameters, -10.0)
-    torch._foreach_clamp_max_(parameters, 10.0)
-    torch._foreach_mul_(averages, 0.999)
-    torch._foreach_add_(averages, parameters, alpha=0.001)
+def keep(statistic: Tensor, news: Tensor) -> None:
+    """Decays and clamps a statistic in place, and moves it toward what is new."""
+    statistic.mul_(0.999)
+    statistic.add_(news, alpha=0.001)
+    statistic.clamp_min_(-10.0)
+    statistic.clamp_max_(10.0)
+    statistic.mul_(0.999999)
 
 
 def build(fault: bool, where: Where) -> Arm:
-    """Returns training with the loop over parameters, or with calls over their list."""
+    """Returns training with the loop over statistics, or with calls over all of them."""
     vocab, width, layers, batch, length = (
-        (128, 32, 8, 2, 16) if where.small else (1024, 256, 48, 8, 64)
+        (512, 64, 2, 4, 32) if where.small else (4096, 256, 6, 80, 1024)
     )
+    count, size = (100, 64) if where.small else (800, 256)
     model = TokenNet(vocab, width, layers).to(where.device, where.dtype)
     optimizer = adamw(model.parameters())
     pool = sequences(where, vocab, batch, length)
-    parameters = list(model.parameters())
-    averages = [parameter.detach().clone() for parameter in parameters]
-    update = one_by_one if fault else all_at_once
+    statistics = torch.zeros(count, size, device=where.device)
+    news = torch.ones(count, size, device=where.device)
+    pieces = list(zip(statistics.unbind(), news.unbind(), strict=True))
     done = [0]
 
     def step() -> None:
@@ -55,7 +45,8 @@ def build(fault: bool, where: Where) -> Arm:
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        update(parameters, averages)
+        for statistic, new in pieces if fault else [(statistics, news)]:
+            keep(statistic, new)
 
     return Arm(step, settle=10)
 

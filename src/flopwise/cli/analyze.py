@@ -9,26 +9,23 @@ import argparse
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flopwise.cli.report import _width
+from flopwise.cli.arguments import is_file_or_new, width_of
+from flopwise.cli.progress import Progress, Ranks
 from flopwise.errors import UsageError
 
 if TYPE_CHECKING:
-    from flopwise.diagnosis.ledger.build import Given
+    from flopwise.diagnosis.ledger.build import Taken
     from flopwise.diagnosis.ranks.summary import RankSummary
     from flopwise.hardware.accelerators import Peak
     from flopwise.records.ledger import LedgerRecord
     from flopwise.trace.chrome import Trace
-    from flopwise.trace.sources import Sources
+    from flopwise.trace.source import Source, Sources
 
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
-
-QUIET_S = 2.0  # reading that takes longer says how far it is
-EVERY_S = 0.5
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -86,7 +83,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--width",
         metavar="N",
-        type=_width,
+        type=width_of,
         help="columns, 40 to 200 (default: those of the terminal, 100 when piped)",
     )
 
@@ -112,36 +109,63 @@ def run(args: argparse.Namespace) -> int:
         sources = find(args.path)
     except SourceError:
         return _one(args, peak)  # whose reader says best what is wrong with it
-    if [one.kind for one in sources] in ([], ["kineto"]):
-        return _one(args, peak)
+    ranks = _of_device(sources, args.device)
+    if [one.kind for one in ranks] in ([], ["kineto"], ["nsys"]):
+        return _one(args, peak, ranks[0] if ranks else None)
     return _several(args, peak, sources)
 
 
-def _one(args: argparse.Namespace, peak: Peak | None) -> int:
-    """Reports the trace of one process."""
-    from flopwise.diagnosis.ledger.build import Given
-    from flopwise.diagnosis.ranks.collect import Wanted, summary_of
+def _of_device(sources: Sources, device: int | None) -> Sequence[Source]:
+    """Returns the sources, of an export with several ranks the one of the device that is asked for.
+
+    Raises:
+        UsageError: no rank of it, or several, ran on that device.
+    """
+    of = [one.process.device for one in sources if one.process is not None]
+    if device is None or not of or len(of) < len(sources):
+        return sources
+    if of.count(device) != 1:
+        raise UsageError(
+            f"--device {device}: of the {len(of)} ranks in {sources[0].path} {of.count(device) or 'none'} ran on it. They ran on "
+            f"{', '.join(map(str, sorted(of)))}"
+        )
+    return [one for one in sources if one.process is not None and one.process.device == device]
+
+
+def _one(args: argparse.Namespace, peak: Peak | None, source: Source | None = None) -> int:
+    """Reports the trace of one process, as the PyTorch profiler writes it or as an export of Nsight Systems."""
+    from flopwise.diagnosis.ledger.build import Given, take
+    from flopwise.diagnosis.ranks.collect import Wanted, summary_of_taken
     from flopwise.diagnosis.ranks.job import job_of
     from flopwise.errors import FlopwiseError
     from flopwise.records import store
     from flopwise.reports.terminal import render_ledger
     from flopwise.trace.chrome import read
+    from flopwise.trace.nsys import notes_of, read_nsys
 
     path = args.path[0]
+    export = source is not None and source.kind == "nsys"
+    key = None if source is None or source.process is None else source.process.key
+    if export and args.perfetto is not None:
+        raise UsageError(
+            f"--perfetto copies traces of the PyTorch profiler: {path} is an export of Nsight Systems, which nsys-ui shows"
+        )
     progress = Progress(path.name) if sys.stderr.isatty() else None
     try:
-        trace = read(path, progress)
+        trace = read_nsys(path, progress, key) if export else read(path, progress)
     finally:
         if progress is not None:
             progress.end()
     given = Given(peak=peak)
-    found = summary_of(trace, Wanted(str(path), None, None, args.device, given))
+    taken = take(trace, args.device, given)
+    found = summary_of_taken(trace, taken, Wanted(str(path), None, None, args.device, given))
     if found.ledger is None:
         raise FlopwiseError(found.reason or f"{path}: there is no ledger")
     record = found.ledger
+    record.notes.extend(notes_of(trace))
     written = []
     if args.perfetto is not None:
-        written.append(_perfetto(args, trace, given, record))
+        written.append(_perfetto(args, taken, record))
     if args.tables is not None:
         written += _tables(args, [found], trace)
 
@@ -159,12 +183,12 @@ def _one(args: argparse.Namespace, peak: Peak | None) -> int:
     return _put(args, text, page, shown, written, partial=trace.damage.ends_early is not None)
 
 
-def _perfetto(args: argparse.Namespace, trace: Trace, given: Given, record: LedgerRecord) -> str:
+def _perfetto(args: argparse.Namespace, taken: Taken, record: LedgerRecord) -> str:
     """Writes the copy with tracks; returns its path."""
-    from flopwise.diagnosis.ledger.build import take, tracks_of
+    from flopwise.diagnosis.ledger.build import tracks_of
     from flopwise.reports.perfetto import annotated
 
-    bounds, lines, idle = tracks_of(take(trace, args.device, given))
+    bounds, lines, idle = tracks_of(taken)
     annotated(
         args.path[0],
         args.perfetto,
@@ -194,16 +218,12 @@ def _tables(
 
 def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> int:
     """Reports a job by the traces of its ranks."""
-    from flopwise.errors import UsageError
+    from flopwise.errors import FlopwiseError
     from flopwise.measurement.jobs import conclude, read_ranks
     from flopwise.records import store
     from flopwise.reports.terminal import render_job
 
-    ranks_of = [one for one in sources if one.kind in ("kineto", "run")]
-    if args.device is not None and len(ranks_of) > 1:
-        raise UsageError("--device chooses in one trace: give the file of one rank")
-    if args.perfetto is not None:
-        raise UsageError("--perfetto copies one trace: give the file of one rank")
+    _check_one(args, sources)
     told = Ranks() if sys.stderr.isatty() else None
     with contextlib.ExitStack() as stack:
         if told is not None:
@@ -221,6 +241,8 @@ def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> i
             executor=executor,
             told=told,
         )
+        if args.device is not None and ranks and ranks[0].device is None:
+            raise FlopwiseError(f"--device {args.device}: {ranks[0].reason}")
         record = conclude(sources, ranks)
 
     def text() -> str:
@@ -237,6 +259,30 @@ def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> i
     written = [] if args.tables is None else _tables(args, ranks, None)
     partial = not args.no_ledger and any(one.ledger is None for one in record.ranks)
     return _put(args, text, page, shown, written, partial=partial)
+
+
+def _check_one(args: argparse.Namespace, sources: Sources) -> None:
+    """Checks the options that ask something of one trace alone.
+
+    Raises:
+        UsageError: that is not what there is.
+    """
+    from flopwise.measurement.jobs import TRACES
+
+    kinds = [one.kind for one in sources if one.kind in TRACES]
+    if args.device is not None:
+        if len(kinds) > 1:
+            raise UsageError("--device chooses in one trace: give the file of one rank")
+        if kinds == ["run"]:
+            raise UsageError("--device chooses in a trace: a run folder has one device a rank")
+    if args.perfetto is not None:
+        if len(kinds) > 1:
+            raise UsageError("--perfetto copies one trace: give the file of one rank")
+        if args.no_ledger:
+            raise UsageError("--perfetto draws the ledger's lines: leave out --no-ledger")
+        raise UsageError(
+            "--perfetto copies the file of one trace of the PyTorch profiler: give that"
+        )
 
 
 def _put(
@@ -278,7 +324,7 @@ def _check_targets(args: argparse.Namespace) -> None:
     folders = [os.path.realpath(path) for path in args.path if os.path.isdir(path)]
     options = (("--json", args.json), ("--html", args.html), ("--perfetto", args.perfetto))
     for option, target in options:
-        if target is None or str(target) == "-" or not _is_file_or_new(target):
+        if target is None or str(target) == "-" or not is_file_or_new(target):
             continue
         path = os.path.realpath(target)
         if path in taken:
@@ -289,55 +335,3 @@ def _check_targets(args: argparse.Namespace) -> None:
                 "written"
             )
         taken[path] = f"what {option} names"
-
-
-def _is_file_or_new(target: str | Path) -> bool:
-    return os.path.isfile(target) or not os.path.exists(target)
-
-
-class _Told:
-    """A line on standard error that says how far something is, once it takes long."""
-
-    def __init__(self) -> None:
-        self._began = self._told = time.monotonic()
-        self._shown = False
-
-    def _due(self, *, last: bool = False) -> bool:
-        """Whether it is time to say it: not at first, and not where it was said just now, but for the last time."""
-        now = time.monotonic()
-        if now - self._began <= QUIET_S or (now - self._told <= EVERY_S and not last):
-            return False
-        self._told, self._shown = now, True
-        return True
-
-    def end(self) -> None:
-        """Ends the line, if there is one."""
-        if self._shown:
-            print(file=sys.stderr, flush=True)
-
-
-class Progress(_Told):
-    """Tells how many bytes of a file were read."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def __call__(self, n_bytes: int) -> None:
-        """Says how many bytes were read so far, unless it was said just now."""
-        if not self._due():
-            return
-        rate = n_bytes / (self._told - self._began) / 1e6
-        from flopwise.reports.screen import visible
-
-        text = f"\r{visible(self._name, ascii_only=True)}: {n_bytes / 1e6:.0f} MB read, {rate:.0f} MB/s "
-        print(text, end="", file=sys.stderr, flush=True)
-
-
-class Ranks(_Told):
-    """Tells how many ranks were read."""
-
-    def __call__(self, done: int, of: int) -> None:
-        """Says how many are done, unless it was said just now."""
-        if self._due(last=done == of):
-            print(f"\r{done} of {of} ranks read ", end="", file=sys.stderr, flush=True)

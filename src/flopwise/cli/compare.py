@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flopwise.cli.analyze import Progress, _is_file_or_new
-from flopwise.cli.report import _width
+from flopwise.cli.arguments import is_file_or_new, width_of
+from flopwise.cli.progress import Progress
 from flopwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,10 +51,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--json", metavar="PATH", type=Path, help="write the comparison as JSON, too (- for stdout)"
     )
+    parser.add_argument("--html", metavar="PATH", help="write the report as one HTML file, too")
     parser.add_argument(
         "--width",
         metavar="N",
-        type=_width,
+        type=width_of,
         help="columns, 40 to 200 (default: those of the terminal, 100 when piped)",
     )
 
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ComparisonError: there is nothing to compare at a path.
         RecordError, TraceError, LedgerError: what is there cannot be read.
-        RunFolderError: the comparison cannot be written.
+        RunFolderError: the comparison or its report cannot be written.
         UsageError: a limit or the peak is none, or what is written would replace a side.
     """
     from flopwise.diagnosis.comparison.compare import compare
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     from flopwise.diagnosis.comparison.sides import ComparisonError
     from flopwise.hardware.accelerators import parse_peak
     from flopwise.records import store
+    from flopwise.reports.html import render_comparison_html
     from flopwise.reports.stream import look, write
     from flopwise.reports.terminal import render_comparison
 
@@ -80,13 +82,15 @@ def run(args: argparse.Namespace) -> int:
     if args.fail_unclear and not gates:
         raise UsageError("--fail-unclear: of what? Give a limit with --fail-above")
     peak = parse_peak(args.peak) if args.peak is not None else None
-    _check_target(args)
+    _check_targets(args)
     try:
         sides = [_measured(path, peak) for path in (args.old, args.new)]
         record = compare(sides[0], sides[1], gates, fail_unclear=args.fail_unclear)
         text = store.encode(record)
         seen = look(sys.stdout, width=args.width)
-        saved = [str(args.json)] if args.json is not None else []
+        page = render_comparison_html(record) if args.html is not None else ""
+        saved = [args.html] if args.html is not None else []
+        saved += [str(args.json)] if args.json is not None else []
         report = render_comparison(
             record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only, saved=saved
         )
@@ -94,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
         raise ComparisonError(
             f"{args.old} and {args.new}: hold numbers that no measurement gives ({error}). One may have been edited"
         ) from error
+    if args.html is not None:
+        store.put_text("--html", args.html, page)
     if str(args.json) == "-":
         write(sys.stdout, text)
         return int(record.failed)
@@ -132,17 +138,30 @@ def _is_a_job(path: Path) -> bool:
         return False
 
 
-def _check_target(args: argparse.Namespace) -> None:
-    """Checks that nothing is written over what is compared.
+def _check_targets(args: argparse.Namespace) -> None:
+    """Checks that nothing is written over what is compared, nor twice to one file.
 
     Raises:
         UsageError: it would be.
     """
-    target = args.json
-    if target is None or str(target) == "-" or not _is_file_or_new(target):
-        return
-    written = os.path.realpath(target)
+    taken = {}
+    folders = []
     for path in (args.old, args.new):
         record = path / "run.json" if os.path.isdir(path) else path
-        if os.path.realpath(record) == written:
-            raise UsageError(f"--json {target}: that is {path} itself. Nothing was written")
+        taken[os.path.realpath(record)] = f"{path} itself"
+        if _is_a_job(path):
+            folders.append(os.path.realpath(path))
+    for option, target in (("--json", args.json), ("--html", args.html)):
+        if target is None or str(target) == "-" or not is_file_or_new(target):
+            continue
+        written = os.path.realpath(target)
+        if written in taken:
+            raise UsageError(f"{option} {target}: that is {taken[written]}. Nothing was written")
+        if os.path.exists(written) and any(
+            written.startswith(folder + os.sep) for folder in folders
+        ):
+            raise UsageError(
+                f"{option} {target}: that file lies among what is compared, and would be replaced. Give another path; nothing "
+                "was written"
+            )
+        taken[written] = f"what {option} names"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flopwise.cli.arguments import width_of
 from flopwise.errors import RecordError, RunFolderError, UsageError
 from flopwise.records import rank, store, verdict
 from flopwise.records import run as run_record
@@ -47,7 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--width",
         metavar="N",
-        type=_width,
+        type=width_of,
         help="columns, 40 to 200 (default: those of the terminal, 100 when piped)",
     )
 
@@ -185,9 +186,3 @@ def _ranks_in(folder: Path) -> list[str]:
 def _some(phrases: list[str]) -> str:
     rest = len(phrases) - LISTED
     return "; ".join(phrases[:LISTED]) + (f"; and {rest} more" if rest > 0 else "")
-
-
-def _width(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 40 <= int(text) <= 200):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of columns from 40 to 200")
-    return int(text)

@@ -230,8 +230,14 @@ class Measurement:
             self._printed = record
 
     def _next_command(self, record: RunRecord) -> str | None:
-        """Returns what to try next; a plan was tried already, and tune works on one process."""
-        if record.plan is not None or any(rank.world_size > 1 for rank in self.ranks()):
+        """Returns what to type next: tune works on one process, and not where a plan was tried already; of several, who waits for whom
+        shows in all of their traces together.
+        """
+        if any(rank.world_size > 1 for rank in self.ranks()):
+            if folders.gone(self.folder) or record.ledger is None:
+                return None
+            return f"flopwise analyze {shlex.quote(short(self.folder))}"
+        if record.plan is not None:
             return None
         return f"flopwise tune {shlex.join(self.job.typed)}"
 

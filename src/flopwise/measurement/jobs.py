@@ -6,9 +6,11 @@ import contextlib
 import multiprocessing
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from flopwise.diagnosis.ledger.build import Given
 from flopwise.diagnosis.ranks.beside import hangs, routes
@@ -24,9 +26,12 @@ from flopwise.trace.chrome import read
 from flopwise.trace.flight import read_flight
 from flopwise.trace.nccl_log import read_nccl_log
 from flopwise.trace.nsys import notes_of, read_nsys
-from flopwise.trace.sources import ITS_ORDER, Source, Sources, settled, with_rank
+from flopwise.trace.source import ITS_ORDER, THE_FILE, Source, Sources
+from flopwise.trace.sources import settled, with_rank
 
 TRACES = ("kineto", "nsys", "run")
+#: So many ranks are named in one note.
+SHOWN = 16
 #: Told after each rank: how many are done, of how many.
 Told = Callable[[int, int], None]
 
@@ -56,7 +61,8 @@ def read_rank(stage: Stage) -> RankSummary:
         if source.kind == "run":
             return summary_of_rank(source.path, source.rank or 0, stage.peak, ledger=stage.ledger)
         if source.kind == "nsys":
-            trace = read_nsys(source.path)
+            key = None if source.process is None else source.process.key
+            trace = read_nsys(source.path, process=key)
             return replace(summary_of(trace, wanted), notes=notes_of(trace))
         trace = read(source.path)
         return summary_of(trace, replace(wanted, rank=with_rank(source, trace.header).rank))
@@ -113,7 +119,8 @@ def conclude(sources: Sources, ranks: Sequence[RankSummary]) -> JobRecord:
     # What H208 says already is not said again.
     doubted = [one for one in sources if one.doubt and named_rank(str(one.path)) is None]
     notes += [f"{one.path}: {one.doubt}" for one in doubted]
-    traces = [one for one in sources if one.kind in ("kineto", "nsys")]
+    notes += _processes(sources)
+    traces = [one for one in sources if one.kind in ("kineto", "nsys") and one.process is None]
     if len(traces) > 1 and all(one.rank_from == ITS_ORDER for one in traces):
         notes.append(
             "neither the files nor their names say ranks: they are numbered in the order of their names, and taken for one job. "
@@ -121,6 +128,29 @@ def conclude(sources: Sources, ranks: Sequence[RankSummary]) -> JobRecord:
         )
     record = job_of(ranks, [*notes, *said])
     return replace(record, findings=[*hangs(dumps), *record.findings, *more])
+
+
+def _processes(sources: Sequence[Source]) -> Iterator[str]:
+    """Yields, of each file with several ranks, which process each of them is and how that is known."""
+    of: dict[Path, list[Source]] = defaultdict(list)
+    for one in sources:
+        if one.process is not None:
+            of[one.path].append(one)
+    for path, ranks in of.items():
+        said = [
+            f"rank {one.rank} process {one.process.pid} on device {one.process.device}"
+            for one in ranks[:SHOWN]
+            if one.process is not None
+        ]
+        how = (
+            "it does not say their ranks, and they are numbered in the order of their devices"
+            if any(one.rank_from == ITS_ORDER for one in ranks)
+            else "their ranks are those of the communicator that NCCL made of them"
+        )
+        yield (
+            f"{path}: {len(ranks)} processes in it train, and each is a rank: {', '.join(said)}"
+            f"{', ...' if len(ranks) > SHOWN else ''}; {how}"
+        )
 
 
 def analyse(sources: Sources) -> JobRecord:
@@ -134,13 +164,12 @@ def analyse(sources: Sources) -> JobRecord:
 
 def _as_read(sources: Sequence[Source], found: Sequence[RankSummary]) -> list[Source]:
     """Returns the sources with the ranks that the whole files gave."""
-    of = {one.path: one.rank for one in found}
+    traces = [one for one in sources if one.kind in TRACES]
     return [
-        replace(one, rank=of[str(one.path)], rank_from="the file")
-        if one.kind in ("kineto", "nsys") and of.get(str(one.path)) is not None
+        replace(one, rank=read.rank, rank_from=THE_FILE)
+        if one.kind in ("kineto", "nsys") and read.rank is not None
         else one
-        for one in sources
-        if one.kind in TRACES
+        for one, read in zip(traces, found, strict=True)
     ]
 
 

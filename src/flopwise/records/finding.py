@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Something else that could be done about the same cause, and what that alone would give."""
+
+    advice: str
+    predicted_gain_frac: float | None  # as that of a finding
 
 
 @dataclass(frozen=True)
@@ -19,3 +27,5 @@ class Finding:
     advice: str  # what to do
     predicted_gain_frac: float | None  # predicted 1 - t_new / t_old, if only this were cured
     certainty: str  # "measured" | "counted" | "seen"
+    #: Other cures of it, each instead of the advice: less work to put in, or less of a change to the numbers.
+    alternatives: list[Alternative] = field(default_factory=list)

@@ -38,6 +38,7 @@ class Defect:
     withholds: list[str]  # of CONCLUSIONS; empty: it is said, and changes nothing
     #: For which of the rank's steps alone, counted from 1, these are left out of all figures; empty: for all of them.
     steps: list[int] = field(default_factory=list)
+    what: str = ""  # what is counted: "launches", "ranks"; "": the defect is one thing
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,9 @@ class Straggler:
     delay_s: float = (
         0.0  # how long the other ranks of its groups wait for it in a step, mean over these others
     )
+    #: How long a rank waits for it in a step that counts: mean over all ranks that were read, itself among them. None: no such step.
+    per_step_s: float | None = None
+    per_step_ci95: tuple[float, float] | None = None  # of it
 
 
 @dataclass(frozen=True)
@@ -182,3 +186,8 @@ class JobRecord:
     )  # of the ranks' ledgers, each reason once
     #: Mean over ranks of the steps in which calls were recorded; of a live run they are slower than `step_s`: a profiler was on.
     recorded_step_s: float | None = None
+
+    @property
+    def step_of_calls_s(self) -> float | None:
+        """Returns the mean step in which calls, waiting and stragglers were measured: what these are a share of."""
+        return self.recorded_step_s or self.step_s

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flopwise.records.comparison import Changed, ComparisonRecord, LineChange, Side, StepChange
+from flopwise.records.comparison import (
+    Changed,
+    ComparisonRecord,
+    Condition,
+    GateResult,
+    LineChange,
+    Side,
+    StepChange,
+)
 from flopwise.reports import figures
 from flopwise.reports.figures import percent
 from flopwise.reports.ledger import WORDS
@@ -17,39 +25,57 @@ ALWAYS = ("residual", "unattributed")
 OPERATORS = 8
 KERNELS = 6
 KERNEL_CELLS = 60
+LINES = "where the difference lies"
+CHANGED = "the largest difference first (no intervals)"
+LINE_COLUMNS = (
+    Column(""),
+    Column("old", right=True, drop=2),
+    Column("new", right=True, drop=2),
+    Column("difference", right=True),
+    Column("95 %, all lines", right=True, drop=3),
+    Column("points", right=True, drop=1),
+    Column(""),
+)
 _STYLES = {"faster": "bold green", "slower": "bold red"}
 _GATES = {"failed": "bold red", "passed": "bold green", "unclear": WARN}
 
 
 def draw(screen: Screen, record: ComparisonRecord, saved: Sequence[str] = ()) -> None:
     """Draws the whole report: what is not alike first."""
-    screen.heading((f"flopwise compare {record.old.path} {record.new.path}", "bold"), [])
+    screen.heading((title(record), "bold"), [])
     screen.flow("old", facts(record.old))
     screen.flow("new", facts(record.new))
     screen.blank()
     for condition in record.conditions:
-        label = "not alike" if condition.voids else "mind"
-        screen.flow(label, [(condition.text, WARN)])
+        screen.flow(label(condition), [(condition.text, WARN)])
     screen.blank()
     screen.flow("step", step(record.step))
     screen.flow("can show", [can_show(record.step)])
     screen.flow("MFU", mfu(record))
-    for gate in record.gates:
-        outcome: Piece = (gate.outcome, _GATES.get(gate.outcome, WARN))
-        screen.flow("limit", [outcome, gate.gate, gate.evidence])
+    for one in record.gates:
+        screen.flow("limit", gate(one))
     screen.blank()
     _lines(screen, record)
     screen.blank()
-    longest = max(record.step.old_s, record.step.new_s)
-    _changed(screen, "by operator", record.operators, longest, OPERATORS)
+    _changed(screen, "by operator", large(record, record.operators), OPERATORS)
     screen.blank()
-    _changed(screen, "by kernel", record.kernels, longest, KERNELS)
+    _changed(screen, "by kernel", large(record, record.kernels), KERNELS)
     screen.blank()
     for note in record.notes:
         screen.flow("note", [note])
     if saved:
         screen.blank()
         screen.flow("saved", list(saved))
+
+
+def title(record: ComparisonRecord) -> str:
+    """Returns what was typed."""
+    return f"flopwise compare {record.old.path} {record.new.path}"
+
+
+def label(condition: Condition) -> str:
+    """Returns how much a condition weighs."""
+    return "not alike" if condition.voids else "mind"
 
 
 def facts(side: Side) -> list[Piece]:
@@ -77,6 +103,11 @@ def step(change: StepChange) -> list[Piece]:
     if change.reason is not None:
         pieces.append(change.reason)
     return pieces
+
+
+def gate(result: GateResult) -> list[Piece]:
+    """Returns what became of a limit."""
+    return [(result.outcome, _GATES.get(result.outcome, WARN)), result.gate, result.evidence]
 
 
 def can_show(change: StepChange) -> str:
@@ -115,14 +146,18 @@ def _lines(screen: Screen, record: ComparisonRecord) -> None:
     if record.lines_reason is not None:
         screen.flow("lines", [("none", WARN), record.lines_reason])
         return
-    screen.line(("where the difference lies", "bold"))
-    least = SHOWN_FRAC * max(record.step.old_s, record.step.new_s)
-    large: list[LineChange] = []
+    screen.line((LINES, "bold"))
+    screen.table(LINE_COLUMNS, line_rows(record))
+    screen.flow("by family", families(record))
+
+
+def line_rows(record: ComparisonRecord) -> list[list[Piece]]:
+    """Returns a row for each line, one for those that hardly differ, and the step."""
+    told: list[LineChange] = []
     small: list[LineChange] = []
     for one in record.lines:
-        told = abs(one.difference_s) >= least or one.name in ALWAYS
-        (large if told else small).append(one)
-    rows = [_row(one) for one in large]
+        (told if _is_large(record, one.difference_s) or one.name in ALWAYS else small).append(one)
+    rows = [_row(one) for one in told]
     if small:
         name = figures.counted(len(small), "smaller difference")
         rows.append(_sum(name, small))
@@ -140,24 +175,20 @@ def _lines(screen: Screen, record: ComparisonRecord) -> None:
             "",
         ]
     )
-    screen.table(
-        [
-            Column(""),
-            Column("old", right=True, drop=2),
-            Column("new", right=True, drop=2),
-            Column("difference", right=True),
-            Column("95 %, all lines", right=True, drop=3),
-            Column("points", right=True, drop=1),
-            Column(""),
-        ],
-        rows,
-    )
-    families = [
+    return rows
+
+
+def families(record: ComparisonRecord) -> list[Piece]:
+    """Returns the families of lines that differ."""
+    return [
         f"{family.name} {signed(family.difference_s)}"
         for family in record.families
-        if abs(family.difference_s) >= least
+        if _is_large(record, family.difference_s)
     ]
-    screen.flow("by family", families)
+
+
+def _is_large(record: ComparisonRecord, difference_s: float) -> bool:
+    return abs(difference_s) >= SHOWN_FRAC * max(record.step.old_s, record.step.new_s)
 
 
 def _row(one: LineChange) -> list[Piece]:
@@ -193,14 +224,35 @@ def _limits(ci95: tuple[float, float] | None) -> str:
     return f"{shown} to {high}" if unit == other else f"{low} to {high}"
 
 
-def _changed(
-    screen: Screen, title: str, parts: Sequence[Changed], step_s: float, most: int
-) -> None:
-    shown = [one for one in parts if abs(one.difference_s) >= SHOWN_FRAC * step_s]
+def _changed(screen: Screen, title: str, shown: Sequence[Changed], most: int) -> None:
     if not shown:
         return
-    screen.line((f"{title}, the largest difference first (no intervals)", "bold"))
-    rows: list[list[Piece]] = [
+    screen.line((f"{title}, {CHANGED}", "bold"))
+    screen.table(changed_columns(shown), changed_rows(shown[:most]))
+    rest = len(shown) - most
+    if rest > 0:
+        screen.flow("", [f"and {rest} more, in the JSON"])
+
+
+def large(record: ComparisonRecord, parts: Sequence[Changed]) -> list[Changed]:
+    """Returns the operators or kernels whose difference is worth a row."""
+    return [one for one in parts if _is_large(record, one.difference_s)]
+
+
+def changed_columns(shown: Sequence[Changed]) -> list[Column]:
+    """Returns the columns of operators or kernels."""
+    return [
+        Column("difference", right=True),
+        Column("old", right=True, drop=1),
+        Column("new", right=True, drop=1),
+        Column("calls", right=True, drop=2),
+        Column("kernel" if any(one.operator for one in shown) else "operator", tail=True),
+    ]
+
+
+def changed_rows(shown: Sequence[Changed]) -> list[list[Piece]]:
+    """Returns a row for each operator or kernel."""
+    return [
         [
             signed(one.difference_s),
             _spent(one.old_s, one.at_most_s),
@@ -208,21 +260,8 @@ def _changed(
             f"{_calls(one.old_calls)} to {_calls(one.new_calls)}",
             _name(one),
         ]
-        for one in shown[:most]
+        for one in shown
     ]
-    screen.table(
-        [
-            Column("difference", right=True),
-            Column("old", right=True, drop=1),
-            Column("new", right=True, drop=1),
-            Column("calls", right=True, drop=2),
-            Column("kernel" if any(one.operator for one in shown) else "operator", tail=True),
-        ],
-        rows,
-    )
-    rest = len(shown) - most
-    if rest > 0:
-        screen.flow("", [f"and {rest} more, in the JSON"])
 
 
 def _name(one: Changed) -> str:

@@ -47,10 +47,10 @@ def draw(screen: Screen, record: JobRecord, saved: Sequence[str] = ()) -> None:
     screen.blank()
     job_tables.collectives(screen, record)
     screen.blank()
-    screen.flow("link", words.links(record))
+    screen.flow("link", words.links(record, source=False))
     _redundant(screen, record)
     screen.blank()
-    run_findings.findings(screen, record, "the largest gain first")
+    run_findings.findings(screen, record, words.FINDINGS, words.SHARE_OF)
     screen.blank()
     for note in record.notes:
         screen.flow("note", [note])
@@ -72,10 +72,7 @@ def _health(screen: Screen, record: JobRecord) -> None:
 
 def _ledger(screen: Screen, record: JobRecord) -> None:
     if not record.lines or record.step_s is None:
-        why = words.because(record, "ledger")
-        none = words.WITHHELD if why else "none"
-        reason = record.lines_reason or ("" if why else "the record has no reason")
-        screen.flow("ledger", [(none, WARN), *why, *([reason] if reason else [])])
+        screen.flow("ledger", words.no_ledger(record))
         return
     over = words.of_ranks(record)
     screen.line(("where the step goes", "bold"), (f", {over}" if over else "", "bold"))
@@ -85,16 +82,16 @@ def _ledger(screen: Screen, record: JobRecord) -> None:
 
 
 def _stragglers(screen: Screen, record: JobRecord) -> None:
+    """Draws what each costs; what it did meanwhile and what to do is in its finding."""
     if not record.stragglers:
         screen.flow("stragglers", words.no_straggler(record))
         return
-    screen.line(("stragglers, by how long they make others wait", "bold"))
+    screen.line((f"stragglers, {words.STRAGGLERS}", "bold"))
     for one in record.stragglers[:STRAGGLERS]:
-        label, said = f"rank {one.rank}", words.straggler(one)
+        label, said = f"rank {one.rank}", words.straggler(record, one)
         if len(label) >= LABEL_CELLS:
             label, said = "", [label, *said]
         screen.flow(label, said)
-        screen.flow("", [part for part in (words.parts(one), one.evidence) if part])
         screen.flow("", [figures.few(one.where, PLACES)] if one.where else [])
     rest = len(record.stragglers) - STRAGGLERS
     if rest > 0:

@@ -12,6 +12,10 @@ from flopwise.reports.screen import WARN, Column, Piece, Screen
 
 RANKS = 16  # rows; of more ranks the telling ones
 COLLECTIVES = 12
+#: What the column of waiting is a share of.
+WAITING = "waiting as a share of the time of all matched calls"
+#: What the figures of a kind of collective are of.
+COLLECTIVES_OF = "times and calls a step and rank; bytes a call"
 #: Columns of `rank_row` before its last cell, and of `collective_row`.
 RANK_COLUMNS = (
     Column("rank", right=True),
@@ -32,7 +36,7 @@ COLLECTIVE_COLUMNS = (
     Column("waiting", right=True),
     Column("transfer", right=True, drop=2),
     Column("exposed", right=True, drop=7),
-    Column("bus", right=True, drop=1),
+    Column("bus bandw.", right=True, drop=1),
     Column("of link", right=True, drop=4),
 )
 
@@ -42,7 +46,7 @@ def ranks(screen: Screen, record: JobRecord) -> None:
     if not record.ranks:
         return
     shown = words.telling(record, RANKS)
-    screen.line(("by rank, a step", "bold"), ("; waiting as a share of all matched calls", "dim"))
+    screen.line(("by rank, a step", "bold"), (f"; {WAITING}", "dim"))
     screen.table([*RANK_COLUMNS, Column("", tail=True)], [rank_row(record, one) for one in shown])
     _not_shown(screen, words.others(record, len(shown)))
     _withheld(screen, record, ("steps", "overlap", "waits", "matching"), [o.rank for o in shown])
@@ -60,9 +64,9 @@ def rank_row(record: JobRecord, one: RankRecord) -> list[Piece]:
         none or _time(one.exposed_s, record, "overlap", one.rank),
         clock(record, one),
         none or f"{one.matched} of {one.calls}",
-        (f"no ledger: {one.ledger_reason or 'no reason given'}", WARN)
-        if one.ledger is None
-        else "",
+        ""
+        if one.ledger is not None or one.ledger_reason == words.NOT_ASKED
+        else (f"no ledger: {one.ledger_reason or 'no reason given'}", WARN),
     ]
 
 
@@ -90,7 +94,7 @@ def collectives(screen: Screen, record: JobRecord) -> None:
         columns.append(Column("", tail=True))
         for row, one in zip(rows, shown, strict=True):
             row.append((f"redundant: {one.redundant}", WARN) if one.redundant else "")
-    screen.line(("collectives, a step and rank, the longest first", "bold"))
+    screen.line(("collectives, the longest first", "bold"), (f"; {COLLECTIVES_OF}", "dim"))
     screen.table(columns, rows)
     rest = len(record.collectives) - len(shown)
     _not_shown(screen, f"{figures.counted(rest, 'more kind')} in the JSON" if rest > 0 else "")

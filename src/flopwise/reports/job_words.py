@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -41,9 +40,19 @@ REDUNDANT = {
     "buffers": "buffers broadcast in every step",
     "wide-gradients": "gradients wider than their parameters",
 }
+#: The order of a job's findings, and what their shares are of.
+FINDINGS = "what is worth most first; their shares may overlap"
+SHARE_OF = "the mean step"
+NOT_ASKED = "not asked for"  # of a rank without a ledger, where none was wanted
 NOT_KNOWN = "not known"
 WITHHELD = "withheld"
 
+#: One of what defects count, where that is not the word less its last letter.
+_ONE = {
+    "launches": "launch",
+    "kernels and copies": "kernel or copy",
+    "events of the host": "event of the host",
+}
 SPANS = 6  # of ranks that are listed
 
 
@@ -63,7 +72,7 @@ def facts(record: JobRecord) -> list[Piece]:
     if world is None:
         read: Piece = f"{figures.counted(n, 'rank')} read, world size not known"
     elif n == world:
-        read = f"all {figures.counted(n, 'rank')} read" if n > 1 else "1 rank"
+        read = f"{n} of {figures.counted(n, 'rank')} read" if n > 1 else "1 rank"
     else:
         read = (f"{n} of {figures.counted(world, 'rank')} read", WARN)
     return [
@@ -84,7 +93,10 @@ def step(record: JobRecord) -> list[Piece]:
         how if len(record.ranks) == 1 else f"mean over ranks, {how}",
     ]
     if len(each) > 1:
-        said.append(f"ranks {figures.duration(min(each))} to {figures.duration(max(each))}")
+        low, high = figures.duration(min(each)), figures.duration(max(each))
+        said.append(
+            "the same on all" if low == high else f"ranks {between((min(each), max(each)))}"
+        )
     if not record.profiled and record.recorded_step_s is not None:
         recorded = figures.duration(record.recorded_step_s)
         said.append(f"calls, waiting and links are those of profiled steps of {recorded}")
@@ -96,6 +108,8 @@ def mfu(record: JobRecord) -> list[Piece]:
     reason = because(record, "mfu")
     if reason:
         return [(absent(record, "mfu"), WARN), *reason]
+    if record.mfu is None and any(one.ledger_reason == NOT_ASKED for one in record.ranks):
+        return [("none", WARN), "it needs the ledger, which was not asked for (--no-ledger)"]
     if record.mfu is None:
         return [("none", WARN), record.mfu_reason or "no rank has a ledger"]
     ledgers = [one.ledger for one in record.ranks if one.ledger is not None]
@@ -143,9 +157,16 @@ def health(record: JobRecord) -> list[Piece]:
             looked,
             f"nothing is withheld{f', {harmless}' if found.defects else ''}",
         ]
-    held = [CONCLUSIONS.get(name, name) for name in found.withheld]
     said: list[Piece] = [("defects", WARN), looked]
-    return [*said, f"withheld for the whole job: {', '.join(held) if held else 'nothing'}"]
+    return [*said, f"withheld for the whole job: {_held(found.withheld) or 'nothing'}"]
+
+
+def _held(names: Iterable[str]) -> str:
+    """Returns conclusions in words; "" for none."""
+    names = list(names)
+    if len(names) > 1 and set(CONCLUSIONS) <= set(names):
+        return "every conclusion"
+    return ", ".join(CONCLUSIONS.get(name, name) for name in names)
 
 
 @dataclass(frozen=True)
@@ -186,18 +207,28 @@ def defect(group: Group) -> list[Piece]:
         )
     else:
         said.append("the whole job")
-    said.append(f"{group.count} seen")
-    if group.share_frac is not None:
-        most = " at most" if group.n > 1 else ""
-        said.append(f"{percent(group.share_frac)} of them{most}")
-    return said
+    count = _count(group)
+    return [*said, count] if count else said
+
+
+def _count(group: Group) -> str:
+    """Returns how many of what are so: `5 of 8 ranks (62.5 %)`; "" where the defect is one thing."""
+    n, share, what = group.count, group.share_frac, group.first.what
+    if not what:
+        return f"{n} seen" if n > group.n else ""
+    said = f"{n} {what if n != 1 else _ONE.get(what, what.removesuffix('s'))}"
+    if share is None or not 1e-9 < share <= 1 or not 0 < n < 1e12:
+        return said
+    if group.n > 1:
+        return f"{said}, up to {percent(share)} of those of a rank"
+    return f"{n} of {round(n / share)} {what} ({percent(share)})"
 
 
 def withholds(group: Group) -> str:
     """Returns what a defect withholds."""
-    held = [CONCLUSIONS.get(name, name) for name in group.first.withholds]
+    held = _held(group.first.withholds)
     of = f" of {spans(group.ranks)}" if group.ranks else ""
-    return f"withholds {', '.join(held)}{of}" if held else "withholds nothing"
+    return f"withholds {held}{of}" if held else "withholds nothing"
 
 
 def evidence(group: Group) -> str:
@@ -224,44 +255,56 @@ def spans(ranks: Iterable[int]) -> str:
     return f"{'rank' if n == 1 else 'ranks'} {', '.join(texts)}{more}"
 
 
-def straggler(one: Straggler) -> list[Piece]:
-    """Returns what a rank costs the others, and how sure that is."""
-    said: list[Piece] = [(f"{figures.duration(one.delay_s)} a step for each other rank", WARN)]
-    said.append(f"{percent(one.share_frac)} of all waiting that a rank caused")
-    caused = f"{figures.duration(one.caused_s)} in these traces, mean over all ranks"
-    if one.ci95 is not None:
-        low, high = map(figures.duration, one.ci95)
-        caused += f" ({low} to {high}, 95 %)"
-    said.append(caused)
+#: What a straggler's figures are.
+STRAGGLERS = "by the waiting that they cause in a step, mean over ranks"
+
+
+def straggler(record: JobRecord, one: Straggler) -> list[Piece]:
+    """Returns what a rank costs a step, how sure that is, and why."""
+    said: list[Piece] = []
+    s, step_s = one.per_step_s, record.step_of_calls_s
+    if s is not None:
+        within = f" ({between(one.per_step_ci95)}, 95 %)" if one.per_step_ci95 else ""
+        said.append((f"{figures.duration(s)}{within}", WARN))
+        if step_s:
+            said.append(f"{percent(s / step_s)} of the step")
+    said.append(f"{percent(one.share_frac)} of all waiting")
     said.append((REASONS.get(one.reason, one.reason), "bold"))
     return said
 
 
-def parts(one: Straggler) -> str:
-    """Returns what a straggler causes by reason, the largest first; "" where there is one reason at most."""
-    found = [(name, s) for name, s in one.reasons_s.items() if s]
-    if len(found) < 2:
-        return ""
-    found.sort(key=lambda pair: -pair[1] if math.isfinite(pair[1]) else 0.0)
-    return "by reason: " + ", ".join(f"{name} {figures.duration(s)}" for name, s in found[:6])
+def between(ends_s: tuple[float, float]) -> str:
+    """Returns an interval of times, its unit once where both ends have it: `250 to 310 µs`."""
+    low, high = map(figures.duration, ends_s)
+    shown, _, unit = low.rpartition(" ")
+    return f"{shown} to {high}" if unit == high.rpartition(" ")[2] else f"{low} to {high}"
 
 
 def no_straggler(record: JobRecord) -> list[Piece]:
     """Returns why no rank is named."""
     reason = because(record, "stragglers")
     if reason:
-        said: list[Piece] = [(WITHHELD, WARN), *reason]
-        return [*said, record.stragglers_reason] if record.stragglers_reason else said
+        return [(WITHHELD, WARN), *reason, *further(record.stragglers_reason)]
     return ["none is named", record.stragglers_reason or "the record has no reason"]
 
 
-def links(record: JobRecord) -> list[Piece]:
-    """Returns what of the link between the devices is used."""
+def further(reason: str | None) -> list[Piece]:
+    """Returns a reason that says more than that something is withheld."""
+    return [] if not reason or reason.startswith("withheld: ") else [reason]
+
+
+def links(record: JobRecord, *, source: bool = True) -> list[Piece]:
+    """Returns what of the link between the devices is used; with `source` also where its rate is from."""
     found: Links = record.links
+    used = (found.step_average_frac, found.in_collectives_frac)
+    if not record.collectives and used == (None, None):
+        return ["not used: no call between ranks is in these steps"]
+    if found.name is None and used == (None, None) and not because(record, "bandwidth"):
+        return [(NOT_KNOWN, WARN), *([found.reason] if found.reason else [])]
     said: list[Piece] = [found.name or "link not known"]
     if found.bytes_per_s is not None:
         said.append(f"{figures.quantity(found.bytes_per_s, 'B/s')} in one direction of a device")
-    if found.source:
+    if found.source and source:
         said.append(found.source)
     missing = False
     for words, frac in (
@@ -274,8 +317,10 @@ def links(record: JobRecord) -> list[Piece]:
         else:
             said.append((f"{words}: {percent(frac)} used", "bold"))
     if missing:
-        said += because(record, "bandwidth")
-        said.append(found.reason or "the record has no reason")
+        why = because(record, "bandwidth")
+        said += why
+        if found.name is not None or not why:
+            said.append(found.reason or "the record has no reason")
     return said
 
 
@@ -357,6 +402,19 @@ def others(record: JobRecord, shown: int) -> str:
     if rest <= 0:
         return ""
     return f"{figures.counted(rest, 'rank')} that {'is' if rest == 1 else 'are'} less telling: in the JSON"
+
+
+def no_ledger(record: JobRecord) -> list[Piece]:
+    """Returns why there are no lines of the job."""
+    why = because(record, "ledger")
+    if why:
+        return [(WITHHELD, WARN), *why, *further(record.lines_reason)]
+    if record.lines and record.step_s is None:
+        step = because(record, "steps")
+        return [(WITHHELD if step else "none", WARN), *step, "without steps nothing can be divided"]
+    if record.ranks and all(one.ledger_reason == NOT_ASKED for one in record.ranks):
+        return [("none", WARN), "not asked for (--no-ledger)"]
+    return [("none", WARN), record.lines_reason or "the record has no reason"]
 
 
 def of_ranks(record: JobRecord) -> str:

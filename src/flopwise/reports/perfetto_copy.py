@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import msgspec
 
-from flopwise.trace.stream import Gunzip, TraceError
+from flopwise.trace.stream import Gunzip, TraceError, opened
 
 PIECE_BYTES = 1 << 20
 #: No event, no head and no end of a file is longer than this.
@@ -59,7 +59,7 @@ def copy(source: Path, write: Write, added: Iterable[bytes], progress: Write | N
     Raises:
         TraceError: the file cannot be read, is no Chrome trace, or is not bounded.
     """
-    with _open(source) as file:
+    with opened(source) as file:
         return _Copy(source, file, write, progress).run(added)
 
 
@@ -281,16 +281,3 @@ def _mended(text: bytes) -> bytes:
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number")
-
-
-def _open(path: Path) -> IO[bytes] | Gunzip:
-    """Opens a trace, compressed or not, whatever its name says."""
-    try:
-        if path.is_fifo():
-            raise TraceError(f"{path}: is a pipe; write the trace to a file first")
-        file = path.open("rb")
-        packed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-    except OSError as error:
-        raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return Gunzip(file) if packed else file

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from flopwise.trace.flight_records import P2P, Counts, Dump, Entry, Frame, Group
 from flopwise.trace.plain_pickle import RefusedError, plain
-from flopwise.trace.stream import TraceError, _open
+from flopwise.trace.stream import TraceError, opened
 
 #: No dump is larger, bytes: one of 20,000 calls with their stacks has some tens of MB.
 LARGEST_BYTES = 64 << 20
@@ -26,91 +27,6 @@ MOST_OBJECTS, MOST_LISTS = 2_000_000, 8_000_000
 MOST_PARTS = 5_000_000
 #: Frames that are kept of an entry, innermost first.
 MOST_FRAMES = 64
-
-#: How sends and receives name themselves: ranks of the group, not of the job.
-P2P = re.compile(r"(?:\w+:)?(?P<kind>send|recv)\s+(?P<own>\d+)(?P<way>->|<-)(?P<other>\d+)")
-
-
-@dataclass(frozen=True)
-class Frame:
-    """One frame of a stack."""
-
-    name: str
-    filename: str
-    line: int
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One collective or point-to-point call as one rank recorded it."""
-
-    record_id: int
-    group: str  # its process group's name
-    group_desc: str
-    pg_id: int
-    collective_seq_id: int
-    p2p_seq_id: int
-    op_id: int
-    profiling_name: str  # "nccl:all_reduce"
-    input_sizes: tuple[tuple[int, ...], ...]
-    output_sizes: tuple[tuple[int, ...], ...]
-    input_dtypes: tuple[str, ...]
-    output_dtypes: tuple[str, ...]
-    state: str  # "scheduled" | "started" | "completed"
-    time_created_ns: int
-    time_discovered_started_ns: int | None
-    time_discovered_completed_ns: int | None
-    duration_ms: float | None
-    retired: bool
-    timeout_ms: int | None
-    is_p2p: bool
-    frames: tuple[Frame, ...] = ()
-
-    @property
-    def op(self) -> str:
-        """The operation without its backend: "all_reduce", "send 0->1"."""
-        return self.profiling_name.rpartition(":")[2]
-
-    @property
-    def done(self) -> bool:
-        """Whether it ended; backends whose calls stay "scheduled" retire them when they end."""
-        return self.retired or self.state == "completed"
-
-    @property
-    def where(self) -> str:
-        """The innermost line that is not torch's own, "" where no stack was recorded."""
-        own = next((f for f in self.frames if "torch/distributed" not in f.filename), None)
-        return f"{own.filename}:{own.line} ({own.name})" if own is not None else ""
-
-
-@dataclass(frozen=True)
-class Group:
-    """A process group, as one rank knows it."""
-
-    name: str
-    desc: str
-    ranks: tuple[int, ...]  # () where the dump does not say
-    last_enqueued: int | None = None
-    last_started: int | None = None
-    last_completed: int | None = None
-
-
-@dataclass(frozen=True)
-class Dump:
-    """What one rank's flight recorder held."""
-
-    path: str
-    rank: int | None  # a dump does not say whose it is: as given, or by the name of its file
-    version: str
-    comm_lib_version: str
-    groups: tuple[Group, ...]
-    entries: tuple[Entry, ...]  # in the order in which they were recorded
-    notes: tuple[str, ...] = ()
-
-    @property
-    def truncated(self) -> bool:
-        """Whether older calls are no longer in it: the recorder keeps the newest ones."""
-        return bool(self.entries) and self.entries[0].record_id > 0
 
 
 class _Frame(msgspec.Struct):
@@ -150,6 +66,7 @@ class _Dump(msgspec.Struct):
     pg_config: dict[str, dict[str, str]] = {}
     pg_status: dict[str, dict[str, int]] = {}
     comm_lib_version: str = ""
+    nccl_version: str = ""  # before torch 2.7
 
 
 def read_flight(path: Path, rank: int | None = None) -> Dump:
@@ -187,7 +104,7 @@ def _bytes_of(path: Path) -> bytes:
     try:
         if path.is_file() and path.stat().st_size > LARGEST_BYTES:
             raise TraceError(_too_large(path))
-        with _open(path) as file:
+        with opened(path) as file:
             while more := file.read(1 << 20):
                 size += len(more)
                 if size > LARGEST_BYTES:
@@ -254,7 +171,7 @@ def _few(value: Any, most: int | None = None) -> Sequence[Any]:
 
 
 def _dump(raw: _Dump, path: str, rank: int | None) -> Dump:
-    status = {key: _status(values) for key, values in raw.pg_status.items()}
+    counts = {key: _counts(values) for key, values in raw.pg_status.items()}
     frames: dict[Frame, Frame] = {}  # entries share them
     entries = tuple(_entry(one, frames) for one in raw.entries)
     numbers = {entry.group: str(entry.pg_id) for entry in entries}
@@ -267,19 +184,32 @@ def _dump(raw: _Dump, path: str, rank: int | None) -> Dump:
     for entry in entries:
         groups.setdefault(entry.group, Group(entry.group, entry.group_desc, ()))
     known = tuple(
-        replace(group, **status.get(numbers.get(name, name), {})) for name, group in groups.items()
+        _with_counts(
+            group, counts.get(numbers.get(name, "0" if group.desc == "default_pg" else ""))
+        )
+        for name, group in groups.items()
     )
     notes = []
     if entries and entries[0].record_id > 0:
-        notes.append(f"the {entries[0].record_id} calls before are no longer in it")
-    return Dump(path, rank, raw.version, raw.comm_lib_version, known, entries, tuple(notes))
+        notes.append(f"the {entries[0].record_id} calls before are not in it")
+    library = raw.comm_lib_version or raw.nccl_version
+    return Dump(path, rank, raw.version, library, known, entries, tuple(notes), counts)
 
 
-def _status(values: dict[str, int]) -> dict[str, Any]:
+def _counts(values: dict[str, int]) -> Counts:
     """Returns what a rank says of a group; -1 is what it writes where it knows nothing."""
-    keys = ("enqueued", "started", "completed")
-    found = {f"last_{key}": values.get(f"last_{key}_collective", -1) for key in keys}
-    return {key: value for key, value in found.items() if value >= 0}
+    found = (
+        values.get(f"last_{key}_collective", -1) for key in ("enqueued", "started", "completed")
+    )
+    return Counts(*(value if value >= 0 else None for value in found))
+
+
+def _with_counts(group: Group, of: Counts | None) -> Group:
+    if of is None:
+        return group
+    return replace(
+        group, last_enqueued=of.enqueued, last_started=of.started, last_completed=of.completed
+    )
 
 
 def _entry(raw: _Entry, frames: dict[Frame, Frame]) -> Entry:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
-from flopwise.trace.flight import P2P, Dump, Entry
+from flopwise.trace.flight_records import P2P, Dump, Entry
+from flopwise.trace.hang_groups import Members, State, groups_of, listed, standings, state_of
 from flopwise.trace.stream import TraceError
 
 #: Operations whose ranks may give, or get, different amounts. Source: pytorch/pytorch
@@ -25,27 +26,27 @@ class Stuck:
     sequence: int  # its number in the group
     op: str
     #: "missing": ranks never called it | "mismatched": ranks called something else, or with other sizes or dtypes |
-    #: "unfinished": all that are known called it, and it did not end
+    #: "partial": it ended on ranks, and not on others | "unfinished": all that are known called it, and it did not end
     verdict: str
     waiting: tuple[int, ...]  # ranks that called it, and for which it did not end
-    behind: dict[int, int]  # rank -> the last number that it reached in this group
+    behind: dict[
+        int, int | None
+    ]  # rank -> the last number that it reached in this group, None: not known
     mismatched: dict[int, str]  # rank -> what it called instead
     no_dump: tuple[int, ...]  # members without a dump; known only where dumps name the members
     since_ns: int  # when the first rank called it, ns since 1970
     at: dict[int, str]  # where the ranks that are behind are: in another call, or in none
     where: dict[int, str]  # the user's line, of ranks that wait and of mismatched ones
     evidence: str
+    ended: tuple[int, ...] = ()  # ranks on which it ended
+    idle: tuple[int, ...] = ()  # ranks that the others wait for and that are in no call themselves
 
-
-@dataclass(frozen=True)
-class _Members:
-    """One process group over the ranks that dumped."""
-
-    name: str
-    desc: str
-    ranks: tuple[int, ...]  # all that it has, as far as they are known
-    dumped: tuple[int, ...]
-    calls: dict[int, dict[int, Entry]] = field(default_factory=dict)  # rank -> sequence -> entry
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """Ranks with which the hang began, as far as this call tells: the others wait for them, and they for none."""
+        if self.mismatched:
+            return tuple(self.mismatched)
+        return self.waiting if self.verdict == "partial" else self.idle
 
 
 def stuck(dumps: Sequence[Dump]) -> list[Stuck]:
@@ -68,59 +69,36 @@ def stuck(dumps: Sequence[Dump]) -> list[Stuck]:
                 f"{dump.path} and {by_rank[dump.rank].path} are both of rank {dump.rank}: leave one out"
             )
         by_rank[dump.rank] = dump
-    groups = _groups(by_rank)
+    groups = groups_of(by_rank)
     found = [one for group in groups if (one := _first_trouble(group, by_rank)) is not None]
     found += _unpaired(groups, by_rank)
     return sorted(found, key=lambda one: (one.since_ns, one.group, one.sequence))
 
 
-def _groups(by_rank: dict[int, Dump]) -> list[_Members]:
-    """Returns the process groups; groups of one name with other members are other groups."""
-    found: dict[tuple[str, tuple[int, ...]], _Members] = {}
-    for rank, dump in sorted(by_rank.items()):
-        members = {group.name: group.ranks for group in dump.groups}
-        for entry in dump.entries:
-            key = entry.group, members.get(entry.group, ())
-            if key not in found:
-                found[key] = _Members(entry.group, entry.group_desc, key[1], ())
-            calls = found[key].calls.setdefault(rank, {})
-            if not entry.is_p2p and entry.collective_seq_id >= 0:
-                calls.setdefault(entry.collective_seq_id, entry)
-        for known in dump.groups:  # in which this rank may have called nothing yet
-            key = known.name, known.ranks
-            if rank in known.ranks and key in found:
-                found[key].calls.setdefault(rank, {})
-    done = []
-    for group in found.values():
-        dumped = tuple(sorted(r for r in by_rank if r in group.calls or r in group.ranks))
-        if group.ranks == () and group.desc == "default_pg":
-            dumped = tuple(sorted(by_rank))
-        done.append(replace(group, dumped=dumped, ranks=group.ranks or dumped))
-    return done
+def roots(found: Sequence[Stuck]) -> list[Stuck]:
+    """Returns those of the calls that did not end with which the hang began, one for each rank that is at fault; all, where none is.
+
+    A call that ranks mistook tells most, then one that a rank never came to, then one that ended on some of its ranks alone.
+    """
+    order = ("mismatched", "missing", "partial", "unfinished")
+    kept: list[Stuck] = []
+    named: set[int] = set()
+    for one in sorted(found, key=lambda one: order.index(one.verdict)):
+        if not named.issuperset(one.culprits):
+            named.update(one.culprits)
+            kept.append(one)
+    return kept or list(found)
 
 
-def _first_trouble(group: _Members, by_rank: dict[int, Dump]) -> Stuck | None:
+def _first_trouble(group: Members, by_rank: dict[int, Dump]) -> Stuck | None:
     numbers = {number for calls in group.calls.values() for number in calls}
-    if not numbers:
-        return None
+    ranks = standings(group, by_rank)
     for number in sorted(numbers):
-        called = {r: calls[number] for r, calls in group.calls.items() if number in calls}
-        held = {r for r in group.dumped if _holds(group.calls.get(r, {}), number, by_rank[r])}
-        behind = {r: _last(group.calls.get(r, {})) for r in held - called.keys()}
-        other = _mismatched(called)
-        waiting = tuple(r for r, entry in sorted(called.items()) if not entry.done)
-        if behind or other or waiting:
-            return _told(group, number, called, behind, other, waiting, by_rank)
+        state = state_of(group, number, ranks)
+        other = _mismatched(state.called)
+        if state.behind or other or state.waiting:
+            return _told(group, number, state, other, by_rank)
     return None
-
-
-def _holds(calls: dict[int, Entry], number: int, dump: Dump) -> bool:
-    """Whether a dump would have the call if the rank had made it."""
-    return not dump.truncated or (bool(calls) and min(calls) <= number)
-
-
-def _last(calls: dict[int, Entry]) -> int:
-    return max(calls, default=0)
 
 
 def _signature(entry: Entry) -> tuple[Any, ...]:
@@ -151,14 +129,9 @@ def _words(entry: Entry) -> str:
 
 
 def _told(
-    group: _Members,
-    number: int,
-    called: dict[int, Entry],
-    behind: dict[int, int],
-    other: dict[int, str],
-    waiting: tuple[int, ...],
-    by_rank: dict[int, Dump],
+    group: Members, number: int, state: State, other: dict[int, str], by_rank: dict[int, Dump]
 ) -> Stuck:
+    called, behind, waiting = state.called, state.behind, state.waiting
     usual = next(
         (e for r, e in sorted(called.items()) if r not in other), next(iter(called.values()))
     )
@@ -171,19 +144,19 @@ def _told(
         said += [f"rank {rank} called {words} instead" for rank, words in list(other.items())[:4]]
     elif behind:
         verdict = "missing"
-        said += [
-            f"rank {rank} never called it: it reached {last}, and is {at[rank]}"
-            for rank, last in sorted(behind.items())[:4]
-        ]
+        said += [_missed(rank, last, at[rank]) for rank, last in list(behind.items())[:4]]
+    elif state.ended and waiting:
+        verdict = "partial"
+        said.append(f"it ended on {listed(state.ended)}")
     else:
         verdict = "unfinished"
         said.append(
             f"{len(called)} of {len(group.ranks)} ranks called it alike, and it did not end"
         )
     if waiting:
-        said.append(f"ranks {_listed(waiting)} wait in it")
+        said.append(f"{listed(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in it")
     if no_dump:
-        said.append(f"ranks {_listed(no_dump)} have no dump")
+        said.append(f"{listed(no_dump)} {'has' if len(no_dump) == 1 else 'have'} no dump")
     return Stuck(
         group=group.name,
         group_desc=group.desc,
@@ -191,7 +164,7 @@ def _told(
         op=usual.op,
         verdict=verdict,
         waiting=waiting,
-        behind=dict(sorted(behind.items())),
+        behind=behind,
         mismatched=other,
         no_dump=no_dump,
         since_ns=min(entry.time_created_ns for entry in called.values()),
@@ -200,14 +173,21 @@ def _told(
             r: called[r].where for r in called if called[r].where and (r in waiting or r in other)
         },
         evidence="; ".join(said),
+        ended=state.ended,
+        idle=tuple(rank for rank in behind if not by_rank[rank].open),
     )
+
+
+def _missed(rank: int, last: int | None, at: str) -> str:
+    if last is None:
+        return f"rank {rank} is {at}, and how far it came in this group its dump does not say"
+    return f"rank {rank} never called it: it reached {last}, and is {at}"
 
 
 def _at(dump: Dump) -> str:
     """Returns where a rank is, as far as its dump tells."""
-    open_ = [entry for entry in dump.entries if not entry.done]
-    if open_:
-        first = open_[0]
+    if dump.open:
+        first = dump.open[0]
         number = first.p2p_seq_id if first.is_p2p else first.collective_seq_id
         place = f" at {first.where}" if first.where else ""
         return f"in call {number} of group {first.group!r}, {_words(first)}{place}"
@@ -216,13 +196,7 @@ def _at(dump: Dump) -> str:
     return "in no call"
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (
-        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-    )
-
-
-def _unpaired(groups: Sequence[_Members], by_rank: dict[int, Dump]) -> list[Stuck]:
+def _unpaired(groups: Sequence[Members], by_rank: dict[int, Dump]) -> list[Stuck]:
     """Returns sends and receives that wait: of each pair of ranks and direction the first one."""
     members = {(g.name, rank): g for g in groups for rank in g.dumped}
     found: dict[tuple[str, int, int, str], Stuck] = {}
@@ -254,10 +228,11 @@ def _unpaired(groups: Sequence[_Members], by_rank: dict[int, Dump]) -> list[Stuc
                 at=at,
                 where={rank: entry.where} if entry.where else {},
                 evidence=said,
+                idle=(peer,) if peer in by_rank and not by_rank[peer].open else (),
             )
     return list(found.values())
 
 
-def _global(group: _Members | None, number: int) -> int:
+def _global(group: Members | None, number: int) -> int:
     """Returns the rank in the job of a rank in its group; the same where the members are not known."""
     return group.ranks[number] if group is not None and number < len(group.ranks) else number

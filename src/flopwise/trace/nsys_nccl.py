@@ -26,7 +26,7 @@ MOST_CALLS = 2_000_000
 
 #: Field names of NCCL's payloads. Source: NVIDIA/nccl src/include/nvtx_payload_schemas.h.
 _COMMUNICATOR, _BYTES = "NCCL communicator ID", "Message size [bytes]"
-_RANKS, _PEER = "No. of ranks", "Peer rank"
+_RANKS, _RANK, _PEER = "No. of ranks", "Rank", "Peer rank"
 #: Bytes and sign of the types of payload entries that NCCL uses: int, uint64, size_t.
 #: Source: NVTX_PAYLOAD_ENTRY_TYPE_* in NVIDIA/NVTX nvToolsExtPayload.h.
 _TYPES = {5: "<i", 14: "<Q", 18: "<Q", 22: "<Q"}
@@ -48,6 +48,8 @@ _OPS = {
     "ncclSend": "send",
     "ncclRecv": "recv",
 }
+#: Calls that make a communicator, whose payload says the caller's rank in it.
+INIT = ("ncclCommInitRank", "ncclCommInitRankConfig", "ncclCommInitRankScalable")
 _GROUP = {"ncclGroupStart": 1, "ncclGroupEnd": -1}  # and the change of depth
 #: How the names of NCCL's kernels spell the dtype that they reduce; others move bytes. Source: NVIDIA/nccl src/device/generate.py.
 _DTYPES = {"f32": ("Float", 4), "f16": ("Half", 2), "bf16": ("BFloat16", 2), "f64": ("Double", 8)}
@@ -62,6 +64,7 @@ class Told:
     nbytes: int = ABSENT
     ranks: int = ABSENT
     peer: int = ABSENT
+    rank: int = ABSENT  # of the process in the communicator
 
 
 class Decoder:
@@ -69,7 +72,7 @@ class Decoder:
 
     def __init__(self, entries: Iterable[tuple[Any, ...]]) -> None:
         self._fields: dict[int, list[tuple[str, int, str]]] = defaultdict(list)
-        wanted = {_COMMUNICATOR, _BYTES, _RANKS, _PEER}
+        wanted = {_COMMUNICATOR, _BYTES, _RANKS, _RANK, _PEER}
         for schema, kind, name, offset, *_ in entries:
             at = 0 if offset is None else offset
             known = isinstance(schema, int) and kind in _TYPES and isinstance(at, int)
@@ -93,6 +96,7 @@ class Decoder:
             nbytes if nbytes < 1 << 50 else ABSENT,
             found.get(_RANKS, ABSENT),
             found.get(_PEER, ABSENT),
+            found.get(_RANK, ABSENT),
         )
 
 

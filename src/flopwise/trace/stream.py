@@ -87,7 +87,7 @@ class Pieces:
         Raises:
             TraceError: the file cannot be opened, or is no Chrome trace.
         """
-        with _open(self.path) as file:
+        with opened(self.path) as file:
             buffer = self._find_events(file)
             separator: bytes | None = None
             while True:
@@ -328,7 +328,7 @@ class Gunzip:
         self.close()
 
 
-def _open(path: Path) -> IO[bytes] | Gunzip:
+def opened(path: Path) -> IO[bytes] | Gunzip:
     """Opens a file, compressed or not, whatever its name says."""
     try:
         if path.is_fifo():  # it may never be written, and cannot be read twice

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from flopwise.diagnosis.ranks.beside import SHOWN, hangs, routes
-from flopwise.trace.flight import Dump, Entry, Frame, Group
-from flopwise.trace.nccl_log import NcclLog, read_nccl_log
+from flopwise.trace.flight_records import Dump, Entry, Frame, Group
+from flopwise.trace.nccl_log import read_nccl_log
+from flopwise.trace.nccl_records import NcclLog
 from flopwise.trace.stream import TraceError
 
 CALL = Entry(
@@ -58,6 +59,35 @@ def test_ranks_that_call_other_things_have_to_agree() -> None:
 def test_where_all_came_it_is_the_network() -> None:
     (found,) = hangs([dump(r, {}, OPEN) for r in range(3)])
     assert found.advice.startswith("all ranks called it: look at the network")
+
+
+def test_where_it_ended_on_some_ranks_it_is_the_device() -> None:
+    (found,) = hangs([dump(0, {}, {}), dump(1, {}, OPEN), dump(2, {}, {})])
+    assert found.evidence.endswith("it ended on ranks 0, 2; rank 1 waits in it")
+    assert found.advice.startswith("look at the device of rank 1, where it did not end")
+
+
+def test_calls_that_wait_for_another_are_counted_and_not_told() -> None:
+    """Ranks 0 and 1 wait for 2, in one group and in another."""
+    more = {**OPEN, "group": "7", "collective_seq_id": 1}
+    message = {**OPEN, "profiling_name": "nccl:send 0->1", "is_p2p": True}
+    found = hangs([dump(0, {}, OPEN, message), dump(1, {}, OPEN, more), dump(2, {})])
+    assert [one.evidence.partition("; ranks 0, 1 wait in it; ")[2] for one in found] == [
+        "2 more calls did not end, which may be for this"
+    ]
+
+
+def test_many_calls_that_nothing_explains_are_few_findings() -> None:
+    groups = [{**OPEN, "group": f"g{n}", "collective_seq_id": 1} for n in range(SHOWN + 3)]
+    found = hangs([dump(0, *groups), dump(1, *groups), dump(2, *groups)])
+    assert len(found) == SHOWN
+    assert [one.evidence.endswith("3 more calls did not end, which may be for this") for one in found] == [True] + [False] * (SHOWN - 1)  # fmt: skip
+
+
+def test_of_ranks_without_a_dump_it_is_not_known_that_they_called_it() -> None:
+    (found,) = hangs([dump(0, {}, OPEN), dump(1, {}, OPEN)])
+    assert found.evidence.endswith("ranks 0, 1 wait in it; rank 2 has no dump")
+    assert found.advice.startswith("see whether rank 2 still runs, and find the dumps")
 
 
 def test_two_dumps_of_one_rank() -> None:

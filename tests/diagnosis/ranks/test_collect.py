@@ -76,6 +76,19 @@ def test_the_files_own_word_on_its_rank_comes_first(timelines: Any, path: Path) 
     assert (of(silent, rank=5, world_size=9).rank, of(silent).rank) == (5, None)
 
 
+def test_events_that_cannot_be_used_are_counted_and_named(timelines: Any) -> None:
+    """They are in no ledger; what is wrong with them is said by where they are in the whole trace, the last of them included."""
+    t = filled(timelines())
+    for k in range(STEPS):
+        t.kernel(NCCL, 1950.0 + 1000 * k, -20, at=1120.0 + 1000 * k)
+    found = of(t.write("rank1.json"))
+    (wrong,) = found.defects
+    assert (wrong.code, wrong.count) == ("H101", STEPS)
+    assert f"{STEPS} ending before it starts" in wrong.evidence
+    assert f"communication among them: {STEPS}" in wrong.evidence
+    assert found.events == of(filled(timelines()).write("rank0.json")).events + 2 * STEPS
+
+
 @pytest.mark.parametrize("rank", [-1, True, "1", 2**31, None])
 def test_a_rank_that_is_none_is_not_taken(timelines: Any, rank: Any) -> None:
     t = filled(timelines(), rank=None)

@@ -305,7 +305,7 @@ class TestAcross:
 
     def test_windows_that_begin_apart_withhold_nothing(self) -> None:
         one = between(rank(0, n=76), rank(1, n=84), matched={0: 1.0, 1: 76 / 84})["H203"]
-        assert (one.count, one.withholds) == (1, [])
+        assert (one.count, one.what, one.withholds) == (1, "ranks", [])
         assert "76 to 84" in one.evidence
 
     def test_point_to_point_calls_may_differ(self) -> None:
@@ -315,12 +315,25 @@ class TestAcross:
     def test_a_shifted_clock_is_moved(self) -> None:
         one = between(rank(0), rank(1), offsets={0: (0.0, 0.0), 1: (5e6, 9e4)})["H204"]
         assert (one.rank, one.withholds) == (1, [])
-        assert one.evidence.startswith("the clock of rank 1 is +5 ms from the first rank's")
+        assert one.evidence == (
+            "the clock of rank 1 is 5 ms ahead of the first rank's: its times are moved by so much, and half of its collectives "
+            "then end within 90 µs of the other ranks'"
+        )
+        assert one.what == ""
 
-    @pytest.mark.parametrize("offset", [(0.0, 3e6), (float("nan"), 1.0), (1.0, float("nan"))])
-    def test_ends_that_stay_apart(self, offset: tuple[float, float]) -> None:
+    @pytest.mark.parametrize(
+        ("offset", "said"),
+        [
+            ((0.0, 3e6), "half of them by 3 ms or more apart (up to 1 ms would do)"),
+            ((-4e14, 9e4), "is 111 h 6 min behind the first rank's: they were not recorded"),
+            ((float("nan"), 1.0), "cannot be aligned: the times of its calls cannot be true"),
+            ((1.0, float("nan")), "cannot be aligned: the times of its calls cannot be true"),
+        ],
+    )
+    def test_ends_that_stay_apart(self, offset: tuple[float, float], said: str) -> None:
         one = between(rank(0), rank(1), offsets={0: (0.0, 0.0), 1: offset})["H204"]
         assert one.withholds == ["waits", "stragglers"]
+        assert said in one.evidence
 
     def test_ends_that_stay_apart_by_a_small_part_of_the_waiting(self) -> None:
         offsets = {0: (0.0, 0.0), 1: (0.0, 3e6)}

@@ -10,7 +10,7 @@ import pytest
 
 from flopwise.diagnosis.ledger import build
 from flopwise.diagnosis.ranks.jobfindings import SHOWN_FRAC, findings_of
-from flopwise.records.finding import Finding
+from flopwise.records.finding import Alternative, Finding
 from flopwise.records.job import (
     SCHEMA,
     CollectiveKind,
@@ -21,6 +21,7 @@ from flopwise.records.job import (
     Redundant,
     Straggler,
 )
+from flopwise.records.ledger import Line
 
 Make = Callable[..., JobRecord]
 STEP_S = 10e-3
@@ -47,7 +48,7 @@ def kind(**fields: Any) -> CollectiveKind:
 
 LATE = Straggler(
     rank=1, caused_s=8e-3, ci95=None, share_frac=0.9, last_frac=0.5, reason="input", reasons_s={"input": 8e-3},
-    evidence="it came last in 4 calls", delay_s=2e-3,
+    evidence="it came last to 4 of 9 calls", delay_s=4e-3, per_step_s=2e-3, per_step_ci95=(1.5e-3, 2.5e-3),
 )  # fmt: skip
 AGAIN = Redundant(
     "accumulation", 9e6, 0.75, 3e-3, 2e-3, 6.0, "a step has 4 backward passes", "no_sync"
@@ -58,11 +59,13 @@ def test_a_job_without_anything_has_none() -> None:
     assert findings_of(empty()) == []
 
 
-def test_a_straggler_costs_the_others_its_delay() -> None:
-    (found,) = findings_of(empty(stragglers=[LATE]))
+def test_a_straggler_costs_what_it_causes_in_a_step(ranks: Any) -> None:
+    (found,) = findings_of(empty(stragglers=[LATE], ranks=ranks([], [])))
     assert (found.code, found.cause, found.certainty) == ("J101", "straggler", "measured")
     assert found.share_frac == pytest.approx(0.2)
-    assert found.evidence == "rank 1: it came last in 4 calls"
+    assert found.evidence == (
+        "mean over 2 ranks, a rank waits 2 ms a step for rank 1: 90 % of all waiting. It came last to 4 of 9 calls"
+    )
     assert "waits for its batches" in found.advice
 
 
@@ -154,10 +157,108 @@ def test_a_rank_that_has_a_cause_twice_is_one_rank(ranks: Any) -> None:
     assert one.share_frac == pytest.approx(0.15)
 
 
+def test_another_cure_gains_its_mean_over_all_ranks(ranks: Any) -> None:
+    few, many = (
+        [Alternative("read less", 0.3)],
+        [
+            Alternative("read less", 0.6),
+            Alternative("sleep", None),
+        ],
+    )
+    found = ranks(
+        [dataclasses.replace(of_ledger(0.1, 0.08, "a.py:1"), alternatives=few)],
+        [dataclasses.replace(of_ledger(0.5, 0.4, "b.py:2"), alternatives=many)],
+        [],
+    )
+    (one,) = findings_of(empty(ranks=found))
+    assert [(x.advice, x.predicted_gain_frac) for x in one.alternatives] == [
+        ("read less", pytest.approx(0.3)),
+        ("sleep", None),
+    ]
+
+
 def test_a_cause_without_a_gain_stays_without(ranks: Any) -> None:
     (one,) = findings_of(empty(ranks=ranks([of_ledger(None, None, "a.py:1")])))
     assert (one.share_frac, one.predicted_gain_frac) == (None, None)
     assert one.evidence == "seen at a.py:1"
+
+
+def lines(**shares: float) -> list[Line]:
+    return [
+        Line(name, "communication", share * STEP_S, (0.0, 0.0), share)
+        for name, share in shares.items()
+    ]
+
+
+EXPOSED = Finding(
+    "L116", "exposed-communication", 0.5, ["a.py:1"], "all of it", "balance the ranks", 0.3, "measured"
+)  # fmt: skip
+
+
+def test_time_that_a_straggler_is_blamed_for_is_not_blamed_twice(ranks: Any) -> None:
+    parts = lines(comm_wait=0.3, comm_transfer=0.15, comm_unsplit=0.05)
+    job = empty(ranks=ranks([EXPOSED], [EXPOSED]), stragglers=[LATE], lines=parts)
+    found = {one.code: one for one in findings_of(job)}
+    exposed = found["L116"]
+    assert exposed.share_frac == pytest.approx(0.2)
+    assert exposed.predicted_gain_frac == pytest.approx(0.2)  # no more than there is
+    assert exposed.where == ["a.py:1"]
+    assert exposed.evidence == (
+        "50 % of the step is collectives that no compute hides, mean over ranks: 30 % waiting for other ranks, most of all for "
+        "rank 1 (J101), which is not counted here; 15 % moving data; 5 % of which it is not known"
+    )
+    assert "balance" not in exposed.advice
+
+
+def test_exposed_communication_that_is_all_waiting_is_the_stragglers(ranks: Any) -> None:
+    parts = lines(comm_wait=0.3, comm_transfer=0.009)
+    job = empty(ranks=ranks([EXPOSED], [EXPOSED]), stragglers=[LATE], lines=parts)
+    assert [one.code for one in findings_of(job)] == ["J101"]
+
+
+@pytest.mark.parametrize(
+    ("late", "parts"),
+    [
+        ([], lines(comm_wait=0.3, comm_transfer=0.2)),  # nobody is blamed for the waiting
+        ([LATE], lines(comm_unsplit=0.5)),  # the waiting is not known
+    ],
+)
+def test_exposed_communication_stays_whole_where_no_other_finding_has_it(
+    ranks: Any, late: list[Straggler], parts: list[Line]
+) -> None:
+    job = empty(ranks=ranks([EXPOSED], [EXPOSED]), stragglers=late, lines=parts)
+    (found,) = (one for one in findings_of(job) if one.code == "L116")
+    assert (found.share_frac, found.advice) == (0.5, "balance the ranks")
+
+
+LAUNCHES = Finding("L103", "launch-bound", 0.7, [], "late", "compile", None, "seen")
+
+
+def test_a_cause_that_others_wait_for_is_said_to_be_one(ranks: Any) -> None:
+    on_host = dataclasses.replace(LATE, reason="host")
+    job = empty(ranks=ranks([LAUNCHES], [LAUNCHES]), stragglers=[on_host])
+    found = {one.code: one for one in findings_of(job)}
+    assert found["L103"].evidence.endswith(
+        "late; on rank 1 it is also what the other ranks wait for (J101): one cause, not two"
+    )
+    assert found["L103"].share_frac == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(
+    ("reason", "first", "second"),
+    [
+        ("host", [LAUNCHES], []),  # the late rank does not have it
+        ("kernels", [LAUNCHES], [LAUNCHES]),  # it is late for something else
+        ("not known", [LAUNCHES], [LAUNCHES]),
+    ],
+)
+def test_other_causes_stand_alone(
+    ranks: Any, reason: str, first: list[Finding], second: list[Finding]
+) -> None:
+    late = dataclasses.replace(LATE, reason=reason)
+    found = findings_of(empty(ranks=ranks(first, second), stragglers=[late]))
+    (launches,) = (one for one in found if one.code == "L103")
+    assert "J101" not in launches.evidence
 
 
 def test_findings_of_ledgers_are_withheld_with_them(ranks: Any) -> None:
@@ -170,7 +271,7 @@ def test_what_is_worth_most_comes_first(ranks: Any) -> None:
     found = findings_of(
         empty(
             ranks=ranks([of_ledger(0.3, 0.15, "a.py:1")]),
-            stragglers=[dataclasses.replace(LATE, delay_s=4e-3)],
+            stragglers=[dataclasses.replace(LATE, per_step_s=4e-3)],
             redundant=[AGAIN],
         )
     )

@@ -53,10 +53,15 @@ def test_the_rank_that_costs_most_is_named_with_what_it_costs(rank: Any) -> None
     assert found.caused_s == pytest.approx(20 * 200e-6 * 3 / 4)  # the mean over four ranks
     assert found.delay_s == pytest.approx(200e-6)
     assert found.ci95 == pytest.approx((found.caused_s, found.caused_s))
+    assert found.per_step_s == pytest.approx(200e-6 * 3 / 4)
+    assert found.per_step_ci95 == pytest.approx((150e-6, 150e-6))
     assert (found.share_frac, found.last_frac) == (1.0, 1.0)
     assert found.reason == "host"
     assert found.reasons_s["host"] == pytest.approx(found.caused_s)
-    assert "100 % without work since the host had launched none" in found.evidence
+    assert (
+        "it came last to 20 of 20 calls; by what it did longer than the others before them: 100 % idle because its host had launched nothing"
+        in found.evidence
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,6 +116,31 @@ def test_a_clock_that_was_read_tells_it_from_more_work(
     before = [{"compute": 100.0}, {"compute": 100.0}, {"compute": 400.0}]
     (found,) = job(rank, [0, 0, 300], before, kernels=[USUAL, USUAL, SLOW], sm_mhz=sm_mhz)
     assert found.reason == reason
+
+
+def test_calls_outside_of_the_steps_that_count_are_in_no_step(rank: Any) -> None:
+    # twenty calls, of which the last ten lie in two steps; rank 0 comes 200 us late to all
+    ranks = [
+        rank(
+            r,
+            [
+                {
+                    "start": STEP_US * k + (200 if r == 0 else 0),
+                    "end": STEP_US * k + 250,
+                    "nbytes": 8 + k,
+                }
+                for k in range(20)
+            ],
+            world=2,
+            steps=[STEP_US * 10, STEP_US * 15, STEP_US * 20],
+        )
+        for r in range(2)
+    ]
+    matched = match(ranks).matched
+    (found,) = named(caused(matched, ranks, waits(matched, ranks, Clocks({}, {}))), ranks, 2e7)
+    assert found.caused_s == pytest.approx(20 * 100e-6)
+    assert found.per_step_s == pytest.approx(5 * 100e-6)
+    assert found.per_step_ci95 == pytest.approx((5 * 100e-6, 5 * 100e-6))
 
 
 def test_on_a_cpu_operators_that_are_slower_alike_are_no_clock(rank: Any) -> None:

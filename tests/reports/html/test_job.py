@@ -30,11 +30,11 @@ def test_a_job_in_its_order(job: Make, parsed: Parsed) -> None:
         "Links and redundant traffic", "Findings", "Notes", "What was read",
     ]  # fmt: skip
     assert root.all("h1")[0].text == "flopwise analyze run"
-    assert root.all("p", "facts")[0].text == "all 8 ranks read · NVIDIA H200 · 4 steps of each"
+    assert root.all("p", "facts")[0].text == "8 of 8 ranks read · NVIDIA H200 · 4 steps of each"
     cards = [card.text for card in root.all("div", "card")]
     assert cards == [
         "MFU 40 % mean over 8 ranks · of 989.5 TFLOP/s a device",
-        "step 1 ms mean over ranks, profiled · ranks 1 ms to 1.01 ms",
+        "step 1 ms mean over ranks, profiled · ranks 1 to 1.01 ms",
         "link used 12 % of NVLink 4, over the step",
         "redundant traffic 4 % of all bytes move nothing new",
     ]
@@ -44,8 +44,7 @@ def test_a_job_in_its_order(job: Make, parsed: Parsed) -> None:
         "Looked for: missing kernels, impossible durations, cut files"
     )
     assert root.section("Stragglers").all("article")[0].text == (
-        "rank 1 140 µs a step for each other rank · 84 % of all waiting that a rank caused · 280 µs in these traces, mean over all ranks (250 µs to 310 µs, 95 %) · its host is late "
-        "by reason: host 250 µs, kernels 30 µs its device idles 0.3 ms a step for its host, others 0.05 ms train.py:88"
+        "rank 1 70 µs (60 to 80 µs, 95 %) · 7 % of the step · 84 % of all waiting · its host is late train.py:88"
     )
     assert root.section("By rank").rows()[:3] == [
         ["rank", "step", "communication", "waiting", "exposed", "clock offset", "matched"],
@@ -98,10 +97,10 @@ def test_defects_say_what_they_withhold(damaged: JobRecord, parsed: Parsed) -> N
     root = parsed(render_job_html(damaged))
     (verdict,) = root.all("section", "verdict")
     assert [item.text for item in verdict.all("li")] == [
-        "H101 missing-kernels · ranks 2-3 · 500 seen · 30 % of them at most "
+        "H101 missing-kernels · ranks 2-3 · 500 launches, up to 30 % of those of a rank "
         "withholds the ledger, MFU, idle time and its causes of ranks 2-3 · rank 2: 300 of 1000 launches have none",
         "H120 clocks · the whole job · 8 seen withholds waiting told from transfer, stragglers · ends lie 5 ms apart",
-        "H130 legal-overlaps · rank 0 · 30 seen · 0.10 % of them withholds nothing · 30 of 2 us",
+        "H130 legal-overlaps · rank 0 · 30 of 30000 kernels and copies (0.10 %) withholds nothing · 30 of 2 us",
     ]
     assert root.section("Stragglers").text.endswith("withheld · by H120 · clocks differ by 5 ms")
     heat = root.section("Lines of each rank")

@@ -415,7 +415,7 @@ def doubts_of(
     unexplained = lines.get("unattributed", 0.0) + lines.get("idle_other", 0.0)
     if step_s and unexplained / step_s > UNEXPLAINED_FRAC:
         doubts.append(
-            f"unattributed and idle_other are {unexplained / step_s:.1%} of the step "
+            f"operators without a known cost (unattributed) and idle time without a seen cause (idle_other) are {unexplained / step_s:.1%} of the step "
             f"(at most {UNEXPLAINED_FRAC:.0%})"
         )
     late = lines.get("idle_launch", 0.0)

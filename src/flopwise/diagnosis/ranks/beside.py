@@ -5,32 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flopwise.records.finding import Finding
-from flopwise.trace.flight import Dump
-from flopwise.trace.hang import Stuck, stuck
-from flopwise.trace.nccl_log import NcclLog
+from flopwise.trace.flight_records import Dump
+from flopwise.trace.hang import Stuck, roots, stuck
+from flopwise.trace.hang_groups import listed
+from flopwise.trace.nccl_records import NcclLog
 
 SEEN = "seen"
 SHOWN = 8  # ranks, or warnings, that one sentence names
 
 
 def hangs(dumps: Sequence[Dump]) -> list[Finding]:
-    """Returns where the ranks of a hung job parted, the earliest first; nothing where all calls ended.
+    """Returns where the ranks of a hung job parted: the calls with which it began; nothing where all calls ended.
+
+    Where no rank is at fault, the earliest calls that did not end. Of the others the first finding says how many there are.
 
     Raises:
         TraceError: it is not known whose a dump is, or two are of one rank.
     """
+    found = stuck(dumps)
+    shown = roots(found)[:SHOWN]
+    more = len(found) - len(shown)
+    rest = f"; {more} more calls did not end, which may be for this" if more else ""
     return [
         Finding(
             code="J104",
             cause="hang",
             share_frac=None,
             where=list(dict.fromkeys(one.where.values()))[:3],
-            evidence=one.evidence,
+            evidence=one.evidence + ("" if k else rest),
             advice=_cure(one),
             predicted_gain_frac=None,
             certainty=SEEN,
         )
-        for one in stuck(dumps)
+        for k, one in enumerate(shown)
     ]
 
 
@@ -38,10 +45,22 @@ def _cure(one: Stuck) -> str:
     if one.verdict == "mismatched":
         return "let all ranks of the group call the same operations with the same sizes in the same order"
     if one.verdict == "missing":
-        ranks = ", ".join(map(str, sorted(one.behind)[:SHOWN]))
+        behind = one.idle or tuple(one.behind)
         return (
-            f"look at what rank {ranks} does instead: an exception that was caught, another branch, fewer batches than the others "
-            "(join(), drop_last), or a process that is gone"
+            f"look at what {listed(behind)} {'does' if len(behind) == 1 else 'do'} instead: an exception that was caught, another branch, "
+            "fewer batches than the others (join(), drop_last), or a process that is gone"
+        )
+    if one.verdict == "partial":
+        return (
+            f"look at the device of {listed(one.waiting)}, where it did not end as it did on the others: an error that stops a "
+            "device (Xid in dmesg), or work before it on the device that does not end"
+        )
+    if one.idle:
+        return f"look at what {listed(one.idle)} does instead of the other half of it"
+    if one.no_dump:
+        return (
+            f"see whether {listed(one.no_dump)} still {'runs' if len(one.no_dump) == 1 else 'run'}, and find the dumps: whether the call "
+            "was made there is not known"
         )
     return "all ranks called it: look at the network and the devices (NCCL_DEBUG=INFO, dmesg, nvidia-smi)"
 

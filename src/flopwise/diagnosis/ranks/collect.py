@@ -65,19 +65,26 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
         wanted: what is asked of it.
         ledger: of undisturbed steps beside the trace, as a live run has them; None: that of the recorded steps is made.
     """
-    distributed = trace.header.get("distributedInfo")
-    said = distributed if isinstance(distributed, dict) else {}
-    rank, world_size = _whole(said.get("rank")), _whole(said.get("world_size"))
-    rank = wanted.rank if rank is None else rank
-    world_size = wanted.world_size if world_size is None else world_size
     try:
         taken = take(trace, wanted.device, wanted.given or Given(), peel=wanted.ledger)
     except LedgerError as error:
-        known = dataclasses.replace(wanted, rank=rank, world_size=world_size)
-        wrong = defects_of(trace, sift(trace.events), rank=rank)
+        known = _known(trace, wanted)
+        wrong = defects_of(trace, sift(trace.events), rank=known.rank)
         return dataclasses.replace(
             no_ledger(known, str(error)), events=len(trace.events), defects=wrong
         )
+    return summary_of_taken(trace, taken, wanted, ledger)
+
+
+def summary_of_taken(
+    trace: Trace, taken: Taken, wanted: Wanted, ledger: LedgerRecord | None = None
+) -> RankSummary:
+    """Returns what one rank's trace comes down to, once it is taken apart: `taken` has only the events that can be used.
+
+    Arguments as in `summary_of`.
+    """
+    known = _known(trace, wanted)
+    rank = known.rank
     record = ledger
     if record is None and wanted.ledger:
         record = record_of(taken)
@@ -98,7 +105,7 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
     return RankSummary(
         path=wanted.path,
         rank=rank,
-        world_size=world_size,
+        world_size=known.world_size,
         device=taken.device,
         device_name=taken.properties.get("name"),
         ledger=record,
@@ -109,6 +116,18 @@ def summary_of(trace: Trace, wanted: Wanted, ledger: LedgerRecord | None = None)
         lines_ns=taken.tally.lines,
         kernels={name: of for name, of in kernels.items() if name not in talks},
         events=len(trace.events),
+    )
+
+
+def _known(trace: Trace, wanted: Wanted) -> Wanted:
+    """Returns what is asked, with the rank and the size of the job that the trace's header says."""
+    distributed = trace.header.get("distributedInfo")
+    said = distributed if isinstance(distributed, dict) else {}
+    rank, world_size = _whole(said.get("rank")), _whole(said.get("world_size"))
+    return dataclasses.replace(
+        wanted,
+        rank=wanted.rank if rank is None else rank,
+        world_size=wanted.world_size if world_size is None else world_size,
     )
 
 

@@ -71,7 +71,7 @@ def withheld_for(
     """Returns which conclusions about one rank are withheld, and the codes of the defects that withhold them.
 
     Defects between the ranks withhold what is said of calls; what is said of a rank's own time stands. With `path`, of several
-    files of a rank only that one's defects count.
+    files of a rank only that one's defects count, and of several ranks in a file only that one's.
     """
     codes: dict[str, list[str]] = defaultdict(list)
     for one in defects:
@@ -80,7 +80,7 @@ def withheld_for(
         between = one.rank is None and one.path is None
         mine = (one.rank == rank and rank is not None) or (path is not None and one.path == path)
         if path is not None and one.path is not None:
-            mine = one.path == path
+            mine = one.path == path and (one.rank == rank or None in (one.rank, rank))
         for what in one.withholds:
             if (mine or (between and what not in TIMES)) and one.code not in codes[what]:
                 codes[what].append(one.code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from flopwise.diagnosis.ranks.health_rules import defect
 from flopwise.diagnosis.ranks.summary import RankSummary
 from flopwise.records.job import Defect
 from flopwise.trace.health import LONGEST_HOST_NS
+from flopwise.units import duration
 
 #: Clocks of ranks that are further apart than this are said to be.
 APART_NS = 1_000_000
@@ -95,8 +97,9 @@ def _world(summaries: Sequence[RankSummary]) -> int:
 
 
 def _names(summaries: Sequence[RankSummary]) -> Iterator[Defect]:
+    ranks_in = Counter(one.path for one in summaries)
     for one in summaries:
-        named = named_rank(one.path)
+        named = named_rank(one.path) if ranks_in[one.path] == 1 else None
         if named is not None and one.rank is not None and named != one.rank:
             yield defect(
                 "H208",
@@ -284,6 +287,7 @@ def _matched(summaries: Sequence[RankSummary], matched: Mapping[int, float]) -> 
             f"{len(silent)} of {len(summaries)} ranks make no call, the others do: rank {_some(one.rank for one in silent)}",
             count=len(silent),
             of=len(summaries),
+            what="ranks",
         )
     if len(known) < 2:
         return
@@ -324,20 +328,31 @@ def _clocks(
         limit = max(UNALIGNED_NS, UNALIGNED_FRAC * apart.get(rank, 0.0))
         good = abs(offset) < LONGEST_HOST_NS and 0 <= error <= limit
         if abs(offset) > APART_NS or not good:
-            what = (
-                "the times are moved by so much"
-                if good
-                else "no shift makes its calls end with theirs"
-            )
             yield defect(
                 "H204",
-                f"the clock of rank {rank} is {offset * 1e-6:+.4g} ms from the first rank's: {what}; what is left between the "
-                f"ends of collectives is {error * 1e-3:.3g} us",
+                _apart(rank, offset, error),
                 count=1,
                 rank=rank,
                 path=one.path,
                 matters=not good,
             )
+
+
+def _apart(rank: int, offset_ns: float, error_ns: float) -> str:
+    """Returns how far a clock is off, and how well the ends of its collectives fall together once it is moved, in words."""
+    if math.isnan(offset_ns) or math.isnan(error_ns):
+        return f"the clock of rank {rank} cannot be aligned: the times of its calls cannot be true"
+    left = duration(error_ns * 1e-9)
+    if not 0 <= error_ns <= UNALIGNED_NS:
+        return (
+            f"however its clock is moved, the collectives of rank {rank} do not end when they end on the other ranks: half of them by "
+            f"{left} or more apart (up to {duration(UNALIGNED_NS * 1e-9)} would do). Who waits for whom cannot be told by them"
+        )
+    which = "ahead of" if offset_ns > 0 else "behind"
+    said = f"the clock of rank {rank} is {duration(abs(offset_ns) * 1e-9)} {which} the first rank's"
+    if abs(offset_ns) >= LONGEST_HOST_NS:
+        return f"{said}: they were not recorded together"
+    return f"{said}: its times are moved by so much, and half of its collectives then end within {left} of the other ranks'"
 
 
 def _some(values: object, n: int | None = None) -> str:

@@ -24,6 +24,7 @@ class Rule:
     looked_for: str
     withholds: tuple[str, ...] = ()
     with_calls: tuple[str, ...] = ()  # these too, where collectives or point-to-point calls are hit
+    counts: str = ""  # of what a defect says how many; "": it is one thing
 
 
 RULES = {
@@ -36,6 +37,7 @@ RULES = {
             "than the trace",
             TIMES,
             CALLS,
+            counts="kernels and copies",
         ),
         Rule(
             "H102",
@@ -43,6 +45,7 @@ RULES = {
             "work a hundred times as long as others of its name while its stream goes on, or over most of the trace",
             ("ledger", "mfu", "idle"),
             CALLS,
+            counts="kernels and copies",
         ),
         Rule(
             "H103",
@@ -50,12 +53,14 @@ RULES = {
             "launches whose kernels are not in the trace",
             ("ledger", "mfu", "idle", "overlap"),
             CALLS,
+            counts="launches",
         ),
         Rule(
             "H104",
             "missing-head",
             "steps at the head of the recording whose first kernels are missing",
             ("ledger", "mfu", "idle", "waits"),
+            counts="launches",
         ),
         Rule(
             "H105",
@@ -63,14 +68,27 @@ RULES = {
             "files that end before their end",
             (*TIMES, *CALLS, "redundancy"),
         ),
-        Rule("H106", "damaged-events", "events that cannot be read", TIMES, CALLS),
-        Rule("H107", "not-utf8", "bytes that are no UTF-8"),
+        Rule(
+            "H106",
+            "damaged-events",
+            "events that cannot be read",
+            TIMES,
+            CALLS,
+            counts="events",
+        ),
+        Rule(
+            "H107",
+            "not-utf8",
+            "bytes that are no UTF-8",
+            counts="events",
+        ),
         Rule(
             "H108",
             "copied-starts",
             "device times that are those of the launch",
             TIMES,
             ("waits", "stragglers"),
+            counts="kernels and copies",
         ),
         Rule(
             "H109",
@@ -78,18 +96,21 @@ RULES = {
             "work of one stream that overlaps by more than a few microseconds",
             TIMES,
             ("waits", "bandwidth", "stragglers"),
+            counts="kernels and copies",
         ),
         Rule(
             "H110",
             "starts-before-launch",
             "work that starts before the call that launched it",
             ("ledger", "idle"),
+            counts="kernels and copies",
         ),
         Rule(
             "H111",
             "impossible-host",
             "events of the host with impossible times",
             ("ledger", "idle"),
+            counts="events of the host",
         ),
         Rule(
             "H112",
@@ -97,17 +118,28 @@ RULES = {
             "steps without work on the device",
             ("ledger", "mfu", "steps", "idle"),
             CALLS,
+            counts="steps",
         ),
         Rule("H113", "unmarked-steps", "steps that nothing marks", ("steps",)),
-        Rule("H114", "graph-replays", "graph replays, whose kernels have no operators"),
+        Rule(
+            "H114",
+            "graph-replays",
+            "graph replays, whose kernels have no operators",
+            counts="kernels and copies",
+        ),
         Rule(
             "H115",
             "unlabelled-communication",
             "communication that does not say what it moves",
             ("bandwidth", "redundancy"),
+            counts="calls",
         ),
         Rule(
-            "H116", "no-device-work", "traces without any usable work of a device", (*TIMES, *CALLS)
+            "H116",
+            "no-device-work",
+            "traces without any usable work of a device",
+            (*TIMES, *CALLS),
+            counts="kernels and copies",
         ),
         Rule(
             "H117",
@@ -120,21 +152,61 @@ RULES = {
             "missing-ranks",
             "ranks of which there is no file",
             ("waits", "bandwidth", "stragglers"),
+            counts="ranks",
         ),
-        Rule("H202", "rank-twice", "several files of one rank", CALLS),
-        Rule("H203", "windows-differ", "windows that start at different collectives"),
+        Rule(
+            "H202",
+            "rank-twice",
+            "several files of one rank",
+            CALLS,
+            counts="files",
+        ),
+        Rule(
+            "H203",
+            "windows-differ",
+            "windows that start at different collectives",
+            counts="ranks",
+        ),
         Rule(
             "H204",
             "clocks-apart",
             "clocks that are apart, by the ends of collectives",
             ("waits", "stragglers"),
         ),
-        Rule("H205", "steps-differ", "ranks with more or fewer steps than others"),
-        Rule("H206", "devices-differ", "ranks on different devices"),
-        Rule("H207", "jobs-differ", "files of different jobs", (*TIMES, *CALLS, "redundancy")),
+        Rule(
+            "H205",
+            "steps-differ",
+            "ranks with more or fewer steps than others",
+            counts="ranks",
+        ),
+        Rule(
+            "H206",
+            "devices-differ",
+            "ranks on different devices",
+            counts="ranks",
+        ),
+        Rule(
+            "H207",
+            "jobs-differ",
+            "files of different jobs",
+            (*TIMES, *CALLS, "redundancy"),
+            counts="files",
+        ),
         Rule("H208", "misnamed-files", "names of files that are not those of the rank in them"),
-        Rule("H209", "rank-unknown", "files that do not say their rank", CALLS),
-        Rule("H210", "unmatched-calls", "ranks whose calls are not those of the others", CALLS),
+        Rule(
+            "H209",
+            "rank-unknown",
+            "files that do not say their rank",
+            CALLS,
+            counts="files",
+        ),
+        Rule(
+            "H210",
+            "unmatched-calls",
+            "ranks whose calls are not those of the others",
+            CALLS,
+            counts="calls",
+        ),
         Rule(
             "H211",
             "no-communication",
@@ -157,6 +229,7 @@ def defect(
     times: bool = True,
     calls: bool = False,
     steps: Sequence[int] = (),
+    what: str | None = None,
 ) -> Defect:
     """Returns a defect by its rule.
 
@@ -171,6 +244,7 @@ def defect(
         times: whether more than calls between ranks are hit.
         calls: whether calls between ranks are hit.
         steps: for which alone it withholds, counted from 1; empty: for all.
+        what: is counted; None: what the rule says.
     """
     rule = RULES[code]
     hit = {*(rule.withholds if times else ()), *(rule.with_calls if calls else ())}
@@ -185,4 +259,5 @@ def defect(
         evidence=evidence,
         withholds=[one for one in CONCLUSIONS if one in withheld],
         steps=list(steps),
+        what=rule.counts if what is None else what,
     )

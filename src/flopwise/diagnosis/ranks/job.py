@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,11 +184,17 @@ def _row(ranks: Sequence[RankSummary]) -> accelerators.Accelerator | None:
 
 
 def _notes(ranks: Sequence[RankSummary]) -> list[str]:
-    shared = len({one.path for one in ranks}) < len(ranks)  # a run folder has all its ranks
+    """Returns what is said of single ranks; what is the same of all ranks in one file is said once."""
+    of_file = Counter(one.path for one in ranks)
+    said: dict[tuple[str, str], list[int | None]] = defaultdict(list)
+    for one in ranks:
+        for note in one.notes:
+            said[one.path, note].append(one.rank)
     return [
-        f"{one.path}{f', rank {one.rank}' if shared else ''}: {note}"
-        for one in ranks
-        for note in one.notes
+        f"{path}: {note}"
+        if len(of) == of_file[path]
+        else f"{path}, rank {', '.join(map(str, of))}: {note}"
+        for (path, note), of in said.items()
     ]
 
 

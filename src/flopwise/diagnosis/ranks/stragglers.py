@@ -14,7 +14,7 @@ from flopwise.diagnosis.ranks.summary import PARTS, RankSummary
 from flopwise.diagnosis.ranks.waits import Waits
 from flopwise.records.job import Straggler
 from flopwise.trace import cpu
-from flopwise.units import percent
+from flopwise.units import duration, percent
 
 Floats = npt.NDArray[np.float64]
 #: What a rank did more than the others before it came late, and what that says of it.
@@ -57,6 +57,10 @@ class Caused:
     each_ns: Floats = field(
         default_factory=lambda: np.zeros(0)
     )  # by matched call, 0 where another was last
+    in_steps_ns: Floats = field(
+        default_factory=lambda: np.zeros(0)
+    )  # of each_ns, the calls in steps that count
+    of_calls: int = 0  # how many calls were matched
     parts_ns: Floats = field(
         default_factory=lambda: np.zeros(len(PARTS))
     )  # of ns, what it did longer than the others
@@ -65,6 +69,13 @@ class Caused:
 def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Waits) -> list[Caused]:
     """Returns what each rank caused, most first."""
     n = len(matched)
+    counted = np.asarray(
+        [
+            any(ranks[p].calls.step[i] >= 0 for p, i in zip(one.ranks, one.calls, strict=True))
+            for one in matched
+        ],
+        bool,
+    )
     each: dict[int, Floats] = defaultdict(lambda: np.zeros(n))
     parts: dict[int, Floats] = defaultdict(lambda: np.zeros(len(PARTS)))
     count: dict[int, int] = defaultdict(int)
@@ -90,7 +101,17 @@ def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Wait
         if longer.sum() > 0:
             parts[late] += waits.caused_ns[k] * longer / longer.sum()
     found = [
-        Caused(p, float(each[p].sum()), others[p], count[p], len(steps[p]), each[p], parts[p])
+        Caused(
+            position=p,
+            ns=float(each[p].sum()),
+            others_ns=others[p],
+            calls=count[p],
+            steps=len(steps[p]),
+            each_ns=each[p],
+            in_steps_ns=each[p][counted],
+            of_calls=n,
+            parts_ns=parts[p],
+        )
         for p in each
     ]
     return sorted(found, key=lambda one: (-one.ns, one.position))
@@ -130,7 +151,9 @@ def named(
                 last_frac=one.calls / calls,
                 reason=reason,
                 reasons_s=known,
-                evidence=_evidence(one, share, one.calls / calls)
+                per_step_s=float(one.in_steps_ns.sum()) * 1e-9 / one.steps if one.steps else None,
+                per_step_ci95=_per_step(one),
+                evidence=_evidence(one)
                 + (
                     _longer(one.position, ranks)
                     if reasons.get(reason) and reason in _COMPUTES
@@ -173,7 +196,7 @@ def _longer(position: int, ranks: Sequence[RankSummary]) -> str:
         )
         beyond.append((count * ns - usual, name, count * ns, usual))
     said = [
-        f"{name[:60]} {ns * 1e-6:.3g} ms a step, {usual * 1e-6:.3g} on the others"
+        f"{name[:60]} {duration(ns * 1e-9)} a step ({duration(usual * 1e-9)} on the others)"
         for more, name, ns, usual in sorted(beyond, reverse=True)[:SHOWN]
         if more > 0
     ]
@@ -242,7 +265,13 @@ def _interval(each_ns: Floats) -> tuple[float, float] | None:
     return float(low), float(high)
 
 
-def _evidence(one: Caused, share: float, last: float) -> str:
+def _per_step(one: Caused) -> tuple[float, float] | None:
+    """Returns the 95 % interval of what a rank causes in a step, seconds."""
+    found = _interval(one.in_steps_ns)
+    return (found[0] / one.steps, found[1] / one.steps) if found and one.steps else None
+
+
+def _evidence(one: Caused) -> str:
     longer = {
         part: ns
         for part, ns in zip(PARTS, one.parts_ns.tolist(), strict=True)
@@ -252,8 +281,8 @@ def _evidence(one: Caused, share: float, last: float) -> str:
         "compute": "computing",
         "copy": "copying from and to the host",
         "input": "waiting for a batch",
-        "sync": "behind calls of the host that wait for the device",
-        "launch": "without work since the host had launched none",
+        "sync": "idle behind calls of its host that wait for the device",
+        "launch": "idle because its host had launched nothing",
         "device": "idle with work in the queue",
         "other": "idle without a known cause",
     }
@@ -261,5 +290,5 @@ def _evidence(one: Caused, share: float, last: float) -> str:
         f"{percent(ns / one.ns)} {words[part]}"
         for part, ns in sorted(longer.items(), key=lambda pair: -pair[1])
     )
-    said = f"it came last in {one.calls} calls ({percent(last)} of them) and caused {percent(share)} of the waiting"
-    return f"{said}; before these calls it was longer than the others: {what}" if what else said
+    said = f"it came last to {one.calls} of {one.of_calls} calls"
+    return f"{said}; by what it did longer than the others before them: {what}" if what else said

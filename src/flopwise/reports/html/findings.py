@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flopwise.records.finding import Finding
+from flopwise.records.finding import Alternative, Finding
 from flopwise.reports import figures
 from flopwise.reports.figures import percent
 from flopwise.reports.html.lines import gain
@@ -14,8 +14,8 @@ SHOWN = 30
 PLACES = 6
 
 
-def draw(findings: Sequence[Finding]) -> Html:
-    """Returns the section."""
+def draw(findings: Sequence[Finding], order: str = "", of: str = "the time") -> Html:
+    """Returns the section; `order` is what comes first, `of` what the shares are of."""
     if not findings:
         return el(
             "section", el("h2", "Findings"), el("p.dim", "Nothing was found that costs time.")
@@ -23,20 +23,19 @@ def draw(findings: Sequence[Finding]) -> Html:
     rest = len(findings) - SHOWN
     return el(
         "section",
-        el("h2", "Findings"),
-        [_one(at, finding) for at, finding in enumerate(findings[:SHOWN], start=1)],
+        el("h2", "Findings", el("small", order) if order else None),
+        [_one(at, finding, of) for at, finding in enumerate(findings[:SHOWN], start=1)],
         el("p.dim", f"{figures.counted(rest, 'more finding')} in the JSON") if rest > 0 else None,
     )
 
 
-def _one(at: int, finding: Finding) -> Html:
+def _one(at: int, finding: Finding, of: str) -> Html:
     cost = (
         "cost not measured"
         if finding.share_frac is None
-        else f"{percent(finding.share_frac)} of the time"
+        else f"{percent(finding.share_frac)} of {of}"
     )
     faster = gain(finding.predicted_gain_frac)
-    said = "no faster without it" if faster == "1.00x" else f"predicted {faster} as fast without it"
     return el(
         "article.finding",
         el(
@@ -46,12 +45,21 @@ def _one(at: int, finding: Finding) -> Html:
             el("span.dim", finding.code),
             el("span", cost),
             el("span.dim", finding.certainty),
-            el("span.gain", said) if faster else None,
+            el("span.gain", f"predicted {faster} as fast without it")
+            if faster not in ("", "1.00x")
+            else None,
         ),
         el("p", finding.evidence) if finding.evidence else None,
         _places(finding.where),
         el("p.do", el("b", "Do: "), finding.advice) if finding.advice else None,
+        [_other(other) for other in finding.alternatives],
     )
+
+
+def _other(other: Alternative) -> Html:
+    faster = gain(other.predicted_gain_frac)
+    said = f" (predicted {faster} as fast)" if faster not in ("", "1.00x") else ""
+    return el("p.do", el("b", "Or: "), f"{other.advice}{said}")
 
 
 def _places(where: Sequence[str]) -> Html | None:

@@ -8,7 +8,7 @@ from flopwise.records.job import JobRecord, Redundant, Straggler
 from flopwise.reports import figures, job_tables
 from flopwise.reports import job_words as words
 from flopwise.reports.figures import percent
-from flopwise.reports.html import families, findings, headline, job_heat, lines, provenance
+from flopwise.reports.html import families, findings, headline, job_heat, lines, provenance, tables
 from flopwise.reports.html.markup import MOST, Html, el, pieces
 from flopwise.reports.html.page import foot, head, page
 from flopwise.reports.screen import WARN, Column, Piece
@@ -17,7 +17,7 @@ DEFECTS = 40  # kinds
 RANKS = 32  # rows; of more ranks the telling ones
 KINDS = 40  # of collectives
 STRAGGLERS = 16
-_CSS = job_heat.CSS + ".names td:nth-child(-n+2),.names th{overflow-wrap:normal}\n"
+_CSS = job_heat.CSS + tables.CSS
 
 
 def render_job_html(record: JobRecord) -> str:
@@ -36,7 +36,7 @@ def render_job_html(record: JobRecord) -> str:
             _ranks(record),
             _collectives(record),
             _traffic(record),
-            findings.draw(record.findings),
+            findings.draw(record.findings, words.FINDINGS, words.SHARE_OF),
             provenance.notes(record.notes),
             _sources(record),
             foot(f"flopwise {record.flopwise}"),
@@ -111,10 +111,9 @@ def _defect(group: words.Group) -> Html:
 
 def _ledger(record: JobRecord) -> list[Html | None]:
     if not record.lines or record.step_s is None:
-        why = words.because(record, "ledger")
-        reason = record.lines_reason or ("" if why else "the record has no reason")
-        said = [*why, *([reason] if reason else [])]
-        verdict = "Ledger withheld" if why else "No ledger"
+        first, *said = words.no_ledger(record)
+        withheld = headline.plain(first) == words.WITHHELD
+        verdict = "Ledger withheld" if withheld else "No ledger"
         return [el("section.verdict", el("b", verdict), ": ", pieces(said))]
     said_of = words.of_ranks(record) or (
         f"mean of {figures.counted(record.steps, 'profiled step')}"
@@ -133,21 +132,18 @@ def _stragglers(record: JobRecord) -> Html:
     named = bool(record.stragglers)
     return el(
         "section",
-        el("h2", "Stragglers", el("small", "by how long they make others wait")),
-        [_straggler(one) for one in record.stragglers[:STRAGGLERS]],
+        el("h2", "Stragglers", el("small", words.STRAGGLERS)),
+        [_straggler(record, one) for one in record.stragglers[:STRAGGLERS]],
         el("p.dim", f"{figures.counted(rest, 'more rank')} in the JSON") if rest > 0 else None,
         None if named else el("p", pieces(words.no_straggler(record))),
         el("p.dim", record.stragglers_reason) if named and record.stragglers_reason else None,
     )
 
 
-def _straggler(one: Straggler) -> Html:
-    parts = words.parts(one)
+def _straggler(record: JobRecord, one: Straggler) -> Html:
     return el(
         "article.finding",
-        el("header", el("b", f"rank {one.rank}"), pieces(words.straggler(one))),
-        el("p.dim", parts) if parts else None,
-        el("p", one.evidence) if one.evidence else None,
+        el("header", el("b", f"rank {one.rank}"), pieces(words.straggler(record, one))),
         el("p.places", [el("code", place) for place in one.where[:6]]) if one.where else None,
     )
 
@@ -163,8 +159,8 @@ def _ranks(record: JobRecord) -> Html | None:
     conclusions = ("steps", "overlap", "waits", "matching")
     return el(
         "section",
-        el("h2", "By rank", el("small", "a step; waiting as a share of communication")),
-        _table(columns, rows),
+        el("h2", "By rank", el("small", f"a step; {job_tables.WAITING}")),
+        tables.draw(columns, rows),
         _under(
             words.others(record, len(shown)),
             job_tables.withheld(record, conclusions, [one.rank for one in shown]),
@@ -191,21 +187,10 @@ def _collectives(record: JobRecord) -> Html:
     more = f"{figures.counted(rest, 'more kind')} in the JSON" if rest > 0 else ""
     return el(
         "section",
-        el("h2", "Collectives", el("small", "a step and rank, the longest first")),
-        _table(columns, rows) if rows else el("p.dim", "None."),
+        el("h2", "Collectives", el("small", f"the longest first; {job_tables.COLLECTIVES_OF}")),
+        tables.draw(columns, rows) if rows else el("p.dim", "None."),
         _under(more, job_tables.withheld(record, conclusions, ())),
     )
-
-
-def _table(columns: Sequence[Column], rows: Sequence[Sequence[Piece]]) -> Html:
-    """Returns a table; cells beyond the columns are left out."""
-    kinds = [".num" if column.right else "" for column in columns]
-    top = [el(f"th{kind}", column.title) for kind, column in zip(kinds, columns, strict=True)]
-    body = [
-        el("tr", [el(f"td{kind}", pieces([cell])) for kind, cell in zip(kinds, row, strict=False)])
-        for row in rows
-    ]
-    return el("div.wide", el("table.small.names", el("thead", el("tr", top)), el("tbody", body)))
 
 
 def _under(more: str, withheld: list[Piece]) -> list[Html]:

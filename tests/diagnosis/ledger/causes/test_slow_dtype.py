@@ -7,6 +7,13 @@ from typing import Any
 import pytest
 
 WIDE = ([2048, 2048], "float")
+COPY_BYTES_PER_US = 0.89 * 4.8e6
+PEAK_16, PEAK_TF32 = 989.5e6, 494.7e6  # FLOP a microsecond
+
+
+def cast_us(elements: int, times: int = 1) -> float:
+    """Returns the time of casts from 4 bytes to 2, `times` of each element."""
+    return 6 * times * elements / COPY_BYTES_PER_US
 
 
 def test_a_product_in_fp32(job: Any, found: Any) -> None:
@@ -15,8 +22,9 @@ def test_a_product_in_fp32(job: Any, found: Any) -> None:
     finding = found(job)["slow-dtype"]
     assert finding.code == "L104"
     ideal_us = 2 * 2048**3 / 989.5e6
-    half_us = max(ideal_us / 0.68, 300 * 67 / 989.5)
+    half_us = max(ideal_us / 0.68, 300 * 67 / 989.5) + cast_us(2 * 2048**2)
     assert finding.predicted_gain_frac == pytest.approx(1 - max(half_us + 10, 40) / 310, abs=0.01)
+    assert finding.advice == "autocast to bfloat16 with the loss in FP32"
     assert "0.3 ms a step in fp32" in finding.evidence
 
 
@@ -25,10 +33,60 @@ def test_a_product_that_16_bit_does_not_suit_gains_less(job: Any, found: Any) ->
     left, right = ([8192, 1024], "float"), ([1024, 50257], "float")
     job.steps(6, lambda: job.op("aten::mm", 15_000, left, right, kernel="sgemm"))
     finding = found(job)["slow-dtype"]
-    half_us = 2 * 8192 * 1024 * 50257 / (0.12 * 989.5e6)
+    half_us = 2 * 8192 * 1024 * 50257 / (0.12 * PEAK_16)
+    half_us += cast_us(8192 * 1024 + 1024 * 50257)
     assert finding.predicted_gain_frac == pytest.approx(1 - (half_us + 10) / 15_010, abs=0.001)
 
 
 def test_16_bit_is_no_fault(job: Any, found: Any) -> None:
     half = ([2048, 2048], "c10::BFloat16")
     assert found(job.steps(6, lambda: job.op("aten::mm", 300, half, half))) == {}
+
+
+def test_casts_go_both_ways_where_there_is_a_backward(job: Any, found: Any) -> None:
+    def body() -> None:
+        job.op("aten::mm", 3000, WIDE, WIDE, kernel="sgemm")
+        job.op("aten::mm", 3000, WIDE, WIDE, kernel="sgemm", backward=True)
+
+    finding = found(job.steps(6, body))["slow-dtype"]
+    each_us = 3000 * 66.9 / 989.5
+    expected_us = 2 * each_us + cast_us(2 * 2048**2, times=2)  # before the forward's product alone
+    assert finding.predicted_gain_frac == pytest.approx(1 - (expected_us + 10) / 6010, abs=0.002)
+
+
+def test_of_attention_the_scores_are_cast_and_not_the_queries(job: Any, found: Any) -> None:
+    queries, keys = ([192, 1024, 64], "float"), ([192, 64, 1024], "float")
+    scores, values = ([192, 1024, 1024], "float"), ([192, 1024, 64], "float")
+    flops = 2 * 192 * 1024 * 1024 * 64
+
+    def body() -> None:
+        job.op("aten::bmm", 2000, queries, keys, kernel="sgemm")
+        job.op("aten::bmm", 2000, scores, values, kernel="sgemm")
+
+    finding = found(job.steps(6, body))["slow-dtype"]
+    each_us = max(2000 * 66.9 / 989.5, flops / PEAK_16 / 0.68, 425e6 * 4 / 4.8e6 / 4)
+    expected_us = 2 * each_us + cast_us(192 * 1024 * 1024)
+    assert finding.predicted_gain_frac == pytest.approx(1 - (expected_us + 10) / 4010, abs=0.02)
+
+
+def test_tf32_is_the_other_cure_of_full_fp32(job: Any, found: Any) -> None:
+    job.steps(6, lambda: job.op("aten::mm", 3000, WIDE, WIDE, kernel="sgemm"))
+    (other,) = found(job)["slow-dtype"].alternatives
+    assert "set_float32_matmul_precision('high')" in other.advice
+    expected_us = 3000 * 66.9 / 494.7  # as efficient as it was, without a cast
+    assert other.predicted_gain_frac == pytest.approx(1 - (expected_us + 10) / 3010, abs=0.002)
+
+
+def test_tf32_gives_less_where_rows_do_not_suit_it(job: Any, found: Any) -> None:
+    left, right = ([8192, 1024], "float"), ([1024, 50257], "float")
+    job.steps(6, lambda: job.op("aten::mm", 15_000, left, right, kernel="sgemm"))
+    (other,) = found(job)["slow-dtype"].alternatives
+    tf32_us = 2 * 8192 * 1024 * 50257 / (0.25 * PEAK_TF32)
+    assert other.predicted_gain_frac == pytest.approx(1 - (tf32_us + 10) / 15_010, abs=0.001)
+
+
+def test_what_runs_on_tf32_is_not_told_to(job: Any, found: Any) -> None:
+    job.steps(6, lambda: job.op("aten::mm", 300, WIDE, WIDE, kernel="cutlass_tensorop_s1688gemm"))
+    finding = found(job)["slow-dtype"]
+    assert "TF32" not in finding.advice
+    assert finding.alternatives == []

@@ -12,6 +12,33 @@ QUERIES, KEYS = ([PLANES, T, D], "c10::BFloat16"), ([PLANES, D, T], "c10::BFloat
 FLAT, VALUES = ([PLANES, T, T], "c10::BFloat16"), ([PLANES, T, D], "c10::BFloat16")
 
 
+def wide(job: Any, products_us: float, kernel: str, masked: bool = True) -> None:
+    """Puts attention of float32 there, with so much time for each of two products of 25.8 GFLOP, and 1000 us of traffic."""
+    scores = (SCORES, "float")
+    job.op(
+        "aten::bmm",
+        products_us,
+        ([PLANES, T, D], "float"),
+        ([PLANES, D, T], "float"),
+        kernel=kernel,
+    )
+    if masked:
+        job.op("aten::masked_fill", 400, scores, ([T, T], "bool"), 0)
+    else:
+        job.op("aten::div", 400, scores, 8.0)
+    job.op("aten::_softmax", 600, scores, -1, "False")
+    job.op(
+        "aten::bmm",
+        products_us,
+        ([PLANES, T, T], "float"),
+        ([PLANES, T, D], "float"),
+        kernel=kernel,
+    )
+
+
+FLOPS = 2 * PLANES * T * T * D
+
+
 def attention(job: Any) -> None:
     scores = (SCORES, "c10::BFloat16")
     job.op("aten::bmm", 200, QUERIES, KEYS)
@@ -35,6 +62,27 @@ def test_written_out(job: Any, found: Any) -> None:
     )
     assert "1.17 ms a step beside 0.4 ms of products" in finding.evidence
     assert "scaled_dot_product_attention(q, k, v, is_causal=True)" in finding.advice
+
+
+@pytest.mark.parametrize(("masked", "frac"), [(True, 0.70), (False, 0.43)])
+def test_fused_kernels_of_float32_take_their_own_time(
+    job: Any, found: Any, masked: bool, frac: float
+) -> None:
+    job.steps(6, lambda: wide(job, 800, "sgemm", masked))
+    finding = found(job)["unfused-attention"]
+    fused_us = 2 * FLOPS / (frac * 66.9e6)
+    assert finding.predicted_gain_frac == pytest.approx(1 - (fused_us + 10) / 2610, abs=0.005)
+    assert "in 16 bit it has far faster kernels" in finding.advice
+
+
+def test_where_fused_float32_is_slower_than_tf32_it_is_not_advised_alone(
+    job: Any, found: Any
+) -> None:
+    job.steps(6, lambda: wide(job, 200, "cutlass_tensorop_s1688gemm", masked=False))
+    finding = found(job)["unfused-attention"]
+    assert 2 * FLOPS / (0.43 * 66.9e6) > 2 * 200 + 1000  # longer than all that is there
+    assert finding.predicted_gain_frac is None
+    assert finding.advice.startswith("F.scaled_dot_product_attention(q, k, v) and 16 bit together")
 
 
 def test_it_is_not_named_twice(job: Any, found: Any) -> None:
