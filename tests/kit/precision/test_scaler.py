@@ -114,6 +114,29 @@ class TestOnGradScalersSchedule:
         theirs = train(GradScaler("cpu", 2.0**16, growth_interval=3), MAKERS[name])
         assert equal(train(growing(unfused="masked"), MAKERS[name]), theirs)
 
+    @pytest.mark.parametrize("early", [False, True])
+    def test_two_losses_of_which_one_is_unscaled_first_are_equal(self, early: bool) -> None:
+        def trained(scaler: GradScaler) -> list[torch.Tensor]:
+            one, two = net(1), net(2)
+            first = torch.optim.AdamW(one.parameters(), 0.01, fused=True)
+            second = torch.optim.SGD(two.parameters(), 0.1)
+            for step in range(12):
+                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+                bad = float("inf") if step == 7 else 1.0
+                first.zero_grad()
+                second.zero_grad()
+                scaler.scale(one(x).square().mean() * bad).backward()
+                if early:  # before the other loss is scaled
+                    scaler.unscale_(first)
+                    torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+                scaler.scale(two(x).square().mean()).backward()
+                scaler.step(first)
+                scaler.step(second)
+                scaler.update()
+            return [p.detach() for m in (one, two) for p in m.parameters()]
+
+        assert equal(trained(growing()), trained(GradScaler("cpu", 2.0**16, growth_interval=3)))
+
     def test_other_factors_are_kept(self) -> None:
         options = {"growth_factor": 1.5, "backoff_factor": 0.7, "growth_interval": 2}
         theirs = train(GradScaler("cpu", 1000.0, **options), MAKERS["sgd"])
