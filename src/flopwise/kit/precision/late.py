@@ -65,6 +65,7 @@ class Late:
 
     def __init__(self, rows: int, device: torch.device, read_every: int = READ_EVERY) -> None:
         self.ring = torch.zeros(rows, 2, dtype=torch.float32, device=device)
+        self._cells = [list(row.unbind()) for row in self.ring.unbind()]
         self.written = 0  # rows ever
         self._read = 0  # rows asked for
         self._every = min(read_every, rows) if device.type == "cuda" else 1
@@ -81,14 +82,14 @@ class Late:
 
     def write(self, amaxes: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
         """Writes the row of an update: the largest scaled gradient, and the scale that it was made with."""
-        row = self.ring[self.written % len(self.ring)]
+        cells = self._cells[self.written % len(self.ring)]
         amax = amaxes[0] if len(amaxes) == 1 else torch.stack(list(amaxes)).amax()
-        torch._foreach_copy_([row[0], row[1]], [amax, scale])
+        torch._foreach_copy_(cells, [amax, scale])
         self.written += 1
 
     def recent(self) -> torch.Tensor:
         """Returns the rows since the ring was full last, [rows, 2], on the device."""
-        return self.ring[: min(self.written, len(self.ring))]
+        return self.ring.narrow(0, 0, min(self.written, len(self.ring)))
 
     def ask(self, force: bool = False) -> None:
         """Starts the copy of rows that have not been asked for, if enough have gathered."""
@@ -97,7 +98,7 @@ class Late:
             first, end = self._read % len(self.ring), (self.written - 1) % len(self.ring) + 1
             slices = [(first, end)] if first < end else [(first, len(self.ring)), (0, end)]
             for start, stop in slices:
-                self._pending.append((*_copied(self.ring[start:stop]), None))
+                self._pending.append((*_copied(self.ring.narrow(0, start, stop - start)), None))
             self._read = self.written
 
     def ask_review(self, update: int, numbers: torch.Tensor) -> None:

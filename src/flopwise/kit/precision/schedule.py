@@ -68,7 +68,7 @@ class MagnitudeSchedule:
                 were not finite says what its scale must stay below, and nothing of the gradients.
             backoff: a scale that overflowed, times this, is a ceiling for the next 20 reviews.
         """
-        amax, scales = rows[:, 0], rows[:, 1]
+        amax, scales = rows.unbind(1)
         finite = torch.isfinite(amax)
         largest_seen = torch.where(finite, amax / scales, 0.0).amax()
         self.ceilings.append(torch.where(finite, math.inf, scales * backoff).amin())
