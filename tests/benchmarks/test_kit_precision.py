@@ -35,7 +35,9 @@ def run(tmp_path: Path) -> Run:
     return go
 
 
-def test_the_scaler_equals_gradscaler_and_costs_are_intervals(run: Run) -> None:
+def test_every_section_gives_figures_and_the_page_has_them(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done, out = run("scaler_equal,scaler_overhead,master_weights,mixed,tf32,fp8")
     assert done.returncode == 0, done.stderr
     sections = out["sections"]
@@ -61,9 +63,19 @@ def test_the_scaler_equals_gradscaler_and_costs_are_intervals(run: Run) -> None:
     assert "CUDA" in sections["tf32"]["skipped"]
     assert "CUDA" in sections["fp8"]["skipped"]
     assert out["environment"]["device"]
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from precision.page import page
+
+    text = page(out)
+    assert (
+        "are equal to GradScaler's to the bit after 20 steps with overflows, in 8 set-ups" in text
+    )
+    assert "| parameters | step | DynamicScaler |" in text
+    assert "state dicts are equal to the bit after 4 steps" in text
+    assert "**TF32.** Not measured: TF32 is a format of CUDA tensor cores" in text
 
 
-def test_waits_are_counted_by_a_profile(run: Run) -> None:
+def test_waits_are_counted_by_a_profile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     done, out = run("scaler_sync")
     assert done.returncode == 0, done.stderr
     rows = {
@@ -74,6 +86,10 @@ def test_waits_are_counted_by_a_profile(run: Run) -> None:
     assert rows["sgd foreach", "DynamicScaler"] == {}
     assert rows["adamw fused", "DynamicScaler"] == {}
     assert out["sections"]["scaler_sync"]["ok"]
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from precision.page import page
+
+    assert "| sgd foreach, clipped | 1 aten::_local_scalar_dense | none |" in page(out)
 
 
 def test_a_failing_section_is_recorded_and_the_others_go_on(run: Run) -> None:
