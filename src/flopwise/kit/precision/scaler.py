@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -13,12 +12,11 @@ from torch.amp.grad_scaler import OptState
 from flopwise.errors import PrecisionError
 from flopwise.kit.precision import alarm, clipping
 from flopwise.kit.precision.checking import check, group_of
-from flopwise.kit.precision.late import Late, Review
+from flopwise.kit.precision.knowing import KnowingScaler
 from flopwise.kit.precision.leftovers import multiply
 from flopwise.kit.precision.saying import users_line
-from flopwise.kit.precision.schedule import CEILING_REVIEWS, MagnitudeSchedule
+from flopwise.kit.precision.schedule import MagnitudeSchedule
 from flopwise.kit.precision.statistics import gradients, local
-from flopwise.kit.precision.unwaiting import UnwaitingScaler
 
 #: Growth interval that is never reached: the scale then only backs off.
 _NEVER = 2**31 - 1
@@ -26,7 +24,7 @@ _NEVER = 2**31 - 1
 _CLIPPED = 0
 
 
-class DynamicScaler(UnwaitingScaler):
+class DynamicScaler(KnowingScaler):
     """Scales losses for float16 as `GradScaler` does, with a scale that follows the size of the gradients.
 
     ```
@@ -87,29 +85,26 @@ class DynamicScaler(UnwaitingScaler):
         follows = schedule == "magnitude"
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         start = init_scale if init_scale is not None else (1024.0 if follows else 2.0**16)
-        super().__init__(
-            device, start, growth_factor, backoff_factor, growth_interval, enabled,
-            process_group=process_group, unfused=unfused,
-        )  # fmt: skip
-        self.schedule = schedule
         self.min_scale = min_scale if min_scale is not None else 2.0 ** (-24 if follows else -100)
-        self.max_scale, self.verbose = max_scale, verbose
-        self.alarm_skips, self.alarm_frac = alarm_skips, alarm_frac
-        self.review_steps, self.headroom = review_steps, headroom
-        self._magnitude = MagnitudeSchedule(review_steps, headroom, self.min_scale, max_scale)
-        self._updates = 0
-        self._history: list[list[float]] = []  # rows of a checkpoint, until there is a ring
-        self._skipped = 0  # up to that checkpoint
+        super().__init__(
+            MagnitudeSchedule(review_steps, headroom, self.min_scale, max_scale), verbose,
+            device=device, init_scale=start, growth_factor=growth_factor, backoff_factor=backoff_factor,
+            growth_interval=growth_interval, enabled=enabled, process_group=process_group, unfused=unfused,
+        )  # fmt: skip
+        self.schedule, self.alarm_skips, self.alarm_frac = schedule, alarm_skips, alarm_frac
         self._forget()
         self._alarm = alarm.Alarm(alarm_skips, alarm_frac, model)
 
     def _forget(self) -> None:
         super()._forget()
-        self._late: Late | None = None
         self._alarm = alarm.Alarm(self.alarm_skips, self.alarm_frac)
-        self._backwards = 0  # calls of scale since the last update
-        self._owed = self._seen_skips = 0
         self._clip_watch = clipping.ClipWatch()
+        self._backwards = 0  # calls of scale since the last update
+
+    @property
+    def headroom(self) -> float:
+        """Between the largest gradient and 65504, in the schedule by magnitude."""
+        return self._magnitude.headroom
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -151,7 +146,8 @@ class DynamicScaler(UnwaitingScaler):
                 "calls of this window): the optimizer has used these gradients. The order is scale, backward, "
                 "unscale_, clip, step, and update once at the end."
             )
-        self._left.unscaled_at[key] = users_line()
+        if key not in self._left.unscaled_at:
+            self._left.unscaled_at[key] = users_line()
         super().unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -268,44 +264,6 @@ class DynamicScaler(UnwaitingScaler):
         self._amaxes.setdefault(_CLIPPED, []).extend(amaxes)
         return clipping.clip_scaled(params, max_norm, norm_type, self._scale)
 
-    # -- what is known --------------------------------------------------------------------------------------------
-
-    @property
-    def skipped(self) -> int:
-        """Updates whose step was skipped, as far as is known: on a CUDA device up to some updates ago."""
-        return self._late.known.skipped if self._late else self._skipped
-
-    @property
-    def reviews(self) -> tuple[Review, ...]:
-        """The last reviews of the scale that have arrived, at most 100."""
-        return tuple(self._late.known.reviews) if self._late else ()
-
-    def stepped(self) -> bool:
-        """Returns whether the last update's step took place. Waits for the device: `advance` does not."""
-        self.drain()
-        return self._late is None or self._late.known.in_a_row == 0
-
-    def drain(self) -> None:
-        """Waits for the numbers of all updates so far: for the end of a training, or before a report."""
-        if self._late is not None:
-            self._late.ask(force=True)
-            self._say_reviews(self._late.arrived(wait=True))
-
-    def advance(self, *schedulers: Any) -> bool:
-        """Advances learning rate schedulers once, unless a step was skipped that they have not been held back for.
-
-        Returns whether they were advanced. Call it after `update`. On a CPU that is exact. On a CUDA device skips are known
-        late, so a schedule is ahead by the skips of at most the last 20 updates, and then held back.
-        """
-        self._owed += self.skipped - self._seen_skips
-        self._seen_skips = self.skipped
-        if self._owed > 0:
-            self._owed -= 1
-            return False
-        for scheduler in schedulers:
-            scheduler.step()
-        return True
-
     def report(self, scheduler: Any = None) -> str:
         """Returns what is known as text: updates, skips, scale, last reviews; waits for the device.
 
@@ -314,63 +272,6 @@ class DynamicScaler(UnwaitingScaler):
         """
         self.drain()
         return alarm.report(self, None if self._late is None else self._late.known, scheduler)
-
-    # -- state ----------------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns GradScaler's five entries, which it can load, and one of ours beside. Waits for the device."""
-        state = super().state_dict()
-        if state:
-            self.drain()
-            state["flopwise"] = {
-                "updates": self._updates,
-                "skipped": self.skipped,
-                "ceilings": [float(c) for c in self._magnitude.ceilings],
-                "history": self._late.recent().tolist() if self._late else self._history,
-            }
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state of ours or of `GradScaler`.
-
-        Raises:
-            RuntimeError: the state is empty: it is that of a scaler that was switched off.
-            PrecisionError: its scale is 0, which makes weights NaN at the first step that is not skipped.
-        """
-        if self._enabled and state_dict.get("scale") == 0:
-            raise PrecisionError(
-                "the loss scale of this checkpoint is 0: every step before it was skipped, and the next one would make the "
-                "weights NaN. Do not continue from it: roll back to one before the losses overflowed, and look for what did."
-            )
-        super().load_state_dict(state_dict)
-        if self._enabled:
-            self._load_own(state_dict.get("flopwise", {}))
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = self.state_dict()
-        state = super().__getstate__()
-        for name in ("_late", "_alarm", "_once", "_left", "_amaxes", "_plain_step", "_clip_watch"):
-            state.pop(name, None)
-        state.update(_group=None, _magnitude=None, own_state=own.get("flopwise", {}))
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        own = state.pop("own_state", {})
-        super().__setstate__(state)
-        self._magnitude = MagnitudeSchedule(
-            self.review_steps, self.headroom, self.min_scale, self.max_scale
-        )
-        self._forget()
-        self._load_own(own)
-
-    def _load_own(self, own: dict[str, Any]) -> None:
-        self._updates = int(own.get("updates", 0))
-        self._magnitude.ceilings = deque(
-            (torch.tensor(float(c)) for c in own.get("ceilings", ())), maxlen=CEILING_REVIEWS
-        )
-        self._history = [list(row) for row in own.get("history", ())]
-        self._skipped = self._seen_skips = int(own.get("skipped", 0))
-        self._late, self._owed = None, 0
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -408,24 +309,12 @@ class DynamicScaler(UnwaitingScaler):
         )
         return True
 
-    def _rows(self, scale: torch.Tensor) -> Late:
-        if self._late is None:
-            self._late = Late(self.review_steps, scale.device)
-            self._late.resume(self._history, self._updates, self._skipped)
-            self._history = []
-        return self._late
-
     def _end_of_window(self, states: dict[int, dict[str, Any]]) -> None:
         """Takes the states of the window that `update` has ended."""
         self._left.end_of_window(states)
         self._backwards = 0
         self._amaxes.clear()
         self._clip_watch.end_of_window()
-
-    def _say_reviews(self, reviews: list[Review]) -> None:
-        if self.verbose:
-            for review in reviews:
-                print(f"flopwise scaler: {review}", flush=True)
 
     def _heard_clip(self, optimizer: torch.optim.Optimizer) -> None:
         heard = self._clip_watch.stop()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -48,8 +48,14 @@ class MagnitudeSchedule:
             least,
             most,
         )
-        self.ceilings: deque[torch.Tensor] = deque(maxlen=CEILING_REVIEWS)
-        self._shares: torch.Tensor | None = None
+        self.ceilings: deque[torch.Tensor]
+        self._shares: torch.Tensor | None
+        self.forget()
+
+    def forget(self, ceilings: Iterable[float] = ()) -> None:
+        """Goes on with these ceilings, of a checkpoint, and without what was looked at."""
+        self.ceilings = deque((torch.tensor(float(c)) for c in ceilings), maxlen=CEILING_REVIEWS)
+        self._shares = None
 
     def due(self, updates: int) -> bool:
         """Returns whether the scale is reviewed after this many updates."""
