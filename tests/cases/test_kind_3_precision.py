@@ -582,7 +582,16 @@ class TestAMP13:
 
 
 class TestAMP14:
-    """Products in float32 without TF32: the gain needs a GPU (test_tf32_on_a_gpu); what is refused does not."""
+    """Products in float32 without TF32. What TF32 gains and moves needs a GPU (test_precision_on_a_gpu.py, and the section
+    tf32 of the benchmark); that a tolerance refuses it is the same code for every dtype."""
+
+    def test_with_a_tolerance_of_1e_5_a_rounding_dtype_is_refused(self) -> None:
+        model = nn.Linear(64, 64)
+        mixed = MixedPrecision(model, "bfloat16")
+        (words,) = said(lambda: mixed.verify(torch.randn(8, 64), tolerance=1e-5))
+        assert words.startswith("bfloat16 is taken back: it moves results by ")
+        assert "and 1e-05 is allowed" in words
+        assert not mixed.active
 
     def test_a_cpu_has_no_tf32_and_says_so(self) -> None:
         (words,) = said(lambda: MixedPrecision(nn.Linear(4, 4), "tf32"))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flopwise.errors import PrecisionError, PrecisionWarning
-from flopwise.kit.precision import MasterWeights, MixedPrecision
+from flopwise.kit.precision import MasterWeights, MixedPrecision, effective_dtypes
 from flopwise.kit.precision.custom_functions import any_defined, traced_to_modules
 
 
@@ -88,6 +88,26 @@ def test_the_module_is_kept_from_the_second_call_on() -> None:
         "_compiled_call_impl" not in vars(m) or vars(m)["_compiled_call_impl"] is None
         for m in root.modules()
     )
+
+
+def test_the_first_step_is_told_from_those_that_count() -> None:
+    root = model(Declared)
+    mixed = MixedPrecision(root)
+    x = torch.ones(1, 4)
+    assert mixed.first_call_looks
+    first = effective_dtypes(lambda: root(x).sum().backward(), asked=mixed)
+    assert not first.took_effect
+    assert first.reasons[0].startswith("the first step runs in float32")
+    assert not mixed.first_call_looks
+    second = effective_dtypes(lambda: root(x).sum().backward(), asked=mixed)
+    assert second.share("bfloat16") > 0
+    assert not any("first step" in r for r in second.reasons)
+
+
+def test_a_check_of_numerics_is_not_of_the_first_call() -> None:
+    root = model(Declared)
+    mixed = MixedPrecision(root)
+    assert mixed.verify(torch.randn(4, 4), tolerance=1.0).largest > 1e-5
 
 
 def test_a_function_of_the_root_itself_takes_the_dtype_back() -> None:

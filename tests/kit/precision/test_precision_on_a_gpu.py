@@ -253,6 +253,11 @@ class TestMixed:
         assert seen.took_effect
         out.sum().backward()
         assert torch.backends.cuda.matmul.fp32_precision != "tf32"
+        assert 5e-5 < mixed.verify(x.detach(), tolerance=1e-2).largest < 2e-3
+        assert mixed.active
+        with pytest.warns(match="tf32 is taken back"):
+            mixed.verify(x.detach(), tolerance=1e-5)
+        assert error(model(x)) < 2e-6
 
     @pytest.mark.skipif(
         not torch.cuda.is_available() or float8.unavailable(CUDA) is not None,

@@ -1,5 +1,6 @@
 """Precision: mixed dtypes that are seen to take effect, and a loss scaler that follows the gradients."""
 
+from flopwise.kit.precision.difference import Difference
 from flopwise.kit.precision.effective import EffectiveDtypes, effective_dtypes
 from flopwise.kit.precision.late import Review
 from flopwise.kit.precision.master_weights import MasterWeights
@@ -10,6 +11,7 @@ from flopwise.kit.precision.step_check import StepCheck, check_step
 from flopwise.kit.precision.weight_memory import WeightMemory, weight_memory
 
 __all__ = [
+    "Difference",
     "DynamicScaler",
     "EffectiveDtypes",
     "MasterWeights",

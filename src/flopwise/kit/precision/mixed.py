@@ -14,8 +14,10 @@ from flopwise.kit.nested import map_tensors, tensors_in
 from flopwise.kit.precision import float8
 from flopwise.kit.precision.casting import Call, Wrapped, in_float32
 from flopwise.kit.precision.custom_functions import any_defined, functions_reason, traced_to_modules
+from flopwise.kit.precision.difference import Difference, difference, evaluating
 from flopwise.kit.precision.masks import constants_beyond_float16
 from flopwise.kit.precision.master_weights import master_of
+from flopwise.kit.precision.replaying import kept
 from flopwise.kit.precision.saying import Once
 from flopwise.kit.precision.tf32 import Flags, in_backward_of, tf32
 
@@ -78,6 +80,31 @@ class MixedPrecision:
             self._keep(submodule, name, "asked to be kept")
         self._root = Wrapped(module, self._around)
 
+    def verify(self, *args: Any, tolerance: float, **kwargs: Any) -> Difference:
+        """Returns how far outputs and gradients of a batch are from float32; takes the dtype back if too far.
+
+        The module is run twice on the batch in evaluation mode, forward and backward, and left as it was. What is beyond
+        the tolerance (relative, in the 2-norm), or not finite, is a reason to decline: `declined` has it, and it is said.
+
+        Raises:
+            PrecisionError: the dtype is not in use.
+        """
+        if self.first_call_looks and self.active:
+            with evaluating(self.module), kept(self.module), torch.enable_grad():
+                self.module(*args, **kwargs)
+        if self._root is None or not self.active:
+            raise PrecisionError(
+                f"verify: {self.dtype} is not in use, {self.declined or 'it was undone or replaced'}"
+            )
+        found = difference(self.module, self._root.plain, self.module, args, kwargs)
+        if self.active and not found.largest <= tolerance:
+            self.declined = f"it moves results by {found}, and {tolerance:g} is allowed"
+            self._once.say(
+                "moved", f"{self.dtype} is taken back: {self.declined}. The module runs as before."
+            )
+            self.undo()
+        return found
+
     def undo(self) -> None:
         """Leaves the module and its submodules as they were."""
         wrapped = [*self._wrapped, *([self._root] if self._root is not None else [])]
@@ -98,6 +125,11 @@ class MixedPrecision:
         """Whether calls of the module go through this now."""
         root = self._root
         return root is not None and vars(self.module).get("_compiled_call_impl") is root._call
+
+    @property
+    def first_call_looks(self) -> bool:
+        """Whether the next call with gradients runs in float32, to find autograd Functions without an autocast policy."""
+        return not self._looked and any_defined()
 
     def __enter__(self) -> MixedPrecision:
         return self
@@ -185,8 +217,8 @@ class MixedPrecision:
             if self.training_only and not torch.is_grad_enabled():
                 return call(*args, **kwargs)
             if not self._looked and torch.is_grad_enabled():
-                self._looked = True
-                if any_defined():
+                looks, self._looked = self.first_call_looks, True
+                if looks:
                     return self._first_call(call, inside, args, kwargs)
             return inside(*args, **kwargs)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flopwise.flops.zero import VIEWS
 from flopwise.kit.nested import tensors_in
 from flopwise.kit.precision.causes import Event, Range, explain, fills, overwrites, uninitialised
+from flopwise.kit.precision.replaying import kept, loss_of
 from flopwise.kit.precision.saying import users_line
 from flopwise.kit.precision.watching import (
     Where,
@@ -72,7 +72,7 @@ def find_nonfinite(
     )
     if root is not None:
         names.update({t.data_ptr(): f"buffer {n}" for n, t in root.named_buffers() if t.numel()})
-    with _kept(root), torch.compiler.set_stance("force_eager"), modules_of(root) as where:
+    with kept(root), torch.compiler.set_stance("force_eager"), modules_of(root) as where:
         watch = _Watch(where, names)
         came_in = _in_batch(batch)
         with torch.autograd.set_detect_anomaly(True, check_nan=False), watch:
@@ -85,27 +85,13 @@ def _run(step: Callable[..., Any] | nn.Module, batch: tuple[Any, ...], watch: _W
     try:
         out = step(*batch)
         if isinstance(step, nn.Module):
-            loss = _loss(out)
+            loss = loss_of(out)
             if loss is not None:
                 watch.loss_finite = _finite(loss)
                 loss.backward()
     except RuntimeError:
         if not watch.events:  # a later op may refuse what the first one made
             raise
-
-
-def _loss(out: Any) -> torch.Tensor | None:
-    named = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
-    if isinstance(named, torch.Tensor) and named.requires_grad:
-        return named
-    outs = [t for t in tensors_in(out) if t.is_floating_point() and t.requires_grad]
-    if not outs:
-        return None
-    return (
-        outs[0]
-        if len(outs) == 1 and outs[0].dim() == 0
-        else torch.stack([t.float().sum() for t in outs]).sum()
-    )
 
 
 def _in_batch(batch: tuple[Any, ...]) -> NonFinite | None:
@@ -240,26 +226,6 @@ class _Watch(TorchDispatchMode):
             event.phase, event.value, event.op, event.module, event.line, event.dtype,
             ", ".join(map(str, event.ranges)) or "nothing", self.loss_finite, cause, cure,
         )  # fmt: skip
-
-
-@contextmanager
-def _kept(root: nn.Module | None) -> Iterator[None]:
-    """Puts gradients, buffers and random numbers back afterwards."""
-    params = list(root.parameters()) if root is not None else []
-    buffers = list(root.buffers()) if root is not None else []
-    grads, values = [p.grad for p in params], [b.detach().clone() for b in buffers]
-    for p in params:
-        p.grad = None
-    devices = sorted({p.device.index or 0 for p in params if p.is_cuda})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for p, grad in zip(params, grads, strict=True):
-            p.grad = grad
-        with torch.no_grad():
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
