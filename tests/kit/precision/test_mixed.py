@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from flopwise.errors import PrecisionError, PrecisionWarning
-from flopwise.kit.precision import DynamicScaler, MixedPrecision, effective_dtypes, mixed
+from flopwise.kit.precision import DynamicScaler, MixedPrecision, effective_dtypes
 
 
 class Seen(nn.Module):
@@ -221,46 +221,3 @@ class TestDeclined:
     def test_a_submodule_that_is_none(self) -> None:
         with pytest.raises(PrecisionError, match="no submodule '9'"):
             MixedPrecision(net(), keep_float32=["9"])
-
-
-class Cuda:
-    """What is asked of a device, with made-up answers."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], bf16: bool
-    ) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda d=None: "Device X")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d=None: capability)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: bf16)
-
-
-@pytest.mark.parametrize(
-    ("capability", "bf16", "dtype", "reason"),
-    [
-        ((7, 5), False, "bfloat16", "Device X has no bfloat16: it would be emulated"),
-        ((7, 5), False, "tf32", "Device X (compute capability 7.5) has no TF32: 8.0 is needed"),
-        ((7, 5), False, "float16", None),
-        ((8, 0), True, "bfloat16", None),
-        ((8, 0), True, "tf32", None),
-    ],
-)
-def test_old_devices_are_told(
-    monkeypatch: pytest.MonkeyPatch,
-    capability: tuple[int, int],
-    bf16: bool,
-    dtype: str,
-    reason: str | None,
-) -> None:
-    Cuda(monkeypatch, capability, bf16)
-    told = mixed._cuda_problem(torch.device("cuda"), dtype)
-    assert (told or "").startswith(reason or "")
-    assert (told is None) == (reason is None)
-
-
-def test_a_cpu_without_the_instructions_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
-    assert MixedPrecision(net()).notes == [
-        "this CPU has no bfloat16 instructions: it computes in bfloat16, but slower than in float32"
-    ]
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    assert MixedPrecision(net()).notes == []

@@ -14,6 +14,13 @@ from flopwise.kit.nested import map_tensors, tensors_in
 from flopwise.kit.precision import float8
 from flopwise.kit.precision.casting import Call, Wrapped, in_float32
 from flopwise.kit.precision.custom_functions import any_defined, functions_reason, traced_to_modules
+from flopwise.kit.precision.declining import (
+    AUTOCAST,
+    cpu_note,
+    cuda_problem,
+    device_of,
+    weights_problem,
+)
 from flopwise.kit.precision.difference import Difference, difference, evaluating
 from flopwise.kit.precision.masks import constants_beyond_float16
 from flopwise.kit.precision.master_weights import master_of
@@ -21,8 +28,7 @@ from flopwise.kit.precision.replaying import kept
 from flopwise.kit.precision.saying import Once
 from flopwise.kit.precision.tf32 import Flags, in_backward_of, tf32
 
-_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-DTYPES = (*_AUTOCAST, "tf32", "float8")
+DTYPES = (*AUTOCAST, "tf32", "float8")
 
 
 class MixedPrecision:
@@ -59,7 +65,7 @@ class MixedPrecision:
         if dtype not in DTYPES:
             raise PrecisionError(f"dtype={dtype!r}: it is one of {', '.join(DTYPES)}")
         self.module, self.dtype, self.training_only = module, dtype, training_only
-        self.device = _device(module)
+        self.device = device_of(module)
         self.notes: list[str] = []
         self.kept: dict[str, str] = {}
         self._names = {id(m): n for n, m in module.named_modules()}
@@ -163,19 +169,19 @@ class MixedPrecision:
         """Returns why the dtype cannot be used, None if it can."""
         if self.device.type not in ("cuda", "cpu"):
             return f"not tested on devices of type {self.device.type}"
-        if (reason := _weights_problem(self.module, self.dtype)) is not None:
+        if (reason := weights_problem(self.module, self.dtype)) is not None:
             return reason
         if self.dtype == "float8":
             return float8.unavailable(self.device)
         if self.device.type == "cuda":
-            return _cuda_problem(self.device, self.dtype)
+            return cuda_problem(self.device, self.dtype)
         if self.dtype == "tf32":
             return "TF32 is a format of CUDA tensor cores; the model is on a CPU"
         return None
 
     def _prepare(self, keep: list[str]) -> None:
-        if self.device.type == "cpu" and self.dtype in _AUTOCAST:
-            note = _cpu_note(self.dtype)
+        if self.device.type == "cpu" and self.dtype in AUTOCAST:
+            note = cpu_note(self.dtype)
             if note is not None:
                 self.notes.append(note)
         if self.dtype == "tf32":
@@ -225,7 +231,7 @@ class MixedPrecision:
         return mixed
 
     def _with_autocast(self, call: Call) -> Call:
-        device, dtype = self.device.type, _AUTOCAST.get(self.dtype, torch.bfloat16)
+        device, dtype = self.device.type, AUTOCAST.get(self.dtype, torch.bfloat16)
 
         def under_autocast(*args: Any, **kwargs: Any) -> Any:
             with torch.autocast(device, dtype=dtype):
@@ -277,54 +283,6 @@ class MixedPrecision:
                 f"{name} ({type(module).__name__}) stays in float32: {why} (torch.amp.custom_fwd declares one).",
             )
         return outputs
-
-
-def _device(module: nn.Module) -> torch.device:
-    for tensor in (*module.parameters(), *module.buffers()):
-        return tensor.device
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _weights_problem(module: nn.Module, dtype: str) -> str | None:
-    """Returns why weights of these dtypes do not go with it, None if they do: float32, or with float32 masters."""
-    alone = {
-        p.dtype
-        for p in module.parameters()
-        if master_of(p) is None and (p.is_floating_point() or p.is_complex())
-    }
-    if alone - {torch.float32}:
-        return (
-            f"the weights are {_names(alone)}, not all float32. Model weights in 16 bits without a float32 master copy lose "
-            "updates: keep them float32, or use MasterWeights"
-        )
-    halves = {p.dtype for p in module.parameters() if master_of(p) is not None}
-    if halves - {_AUTOCAST.get(dtype)}:
-        return f"MasterWeights made the weights {_names(halves)}: ask for the same dtype"
-    return None
-
-
-def _names(dtypes: set[torch.dtype]) -> str:
-    return ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
-
-
-def _cuda_problem(device: torch.device, dtype: str) -> str | None:
-    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-    if dtype == "bfloat16" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        return f"{name} has no bfloat16: it would be emulated, slower than float32"
-    if dtype == "tf32" and capability < (8, 0):
-        return f"{name} (compute capability {capability[0]}.{capability[1]}) has no TF32: 8.0 is needed"
-    return None
-
-
-def _cpu_note(dtype: str) -> str | None:
-    """Returns what a CPU without instructions for the dtype means, None if it has them or that is not known."""
-    flags = "_is_avx512_bf16_supported" if dtype == "bfloat16" else "_is_amx_fp16_supported"
-    known = getattr(torch.cpu, flags, None)
-    if known is None or known():
-        return None
-    return (
-        f"this CPU has no {dtype} instructions: it computes in {dtype}, but slower than in float32"
-    )
 
 
 def _eagerly() -> Any:
