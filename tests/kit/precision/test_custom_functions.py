@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -74,12 +75,13 @@ def test_a_declared_policy_is_no_finding() -> None:
     assert mixed.kept == {}
 
 
-def test_the_module_is_kept_from_the_second_call_on() -> None:
+def test_the_module_is_kept_from_the_first_call_on() -> None:
     root = model()
     mixed = MixedPrecision(root)
-    with pytest.warns(PrecisionWarning, match=r"1\.0 \(Using\) stays in float32"):
-        root(torch.ones(1, 4)).sum().backward()
     seen = []
+    with pytest.warns(PrecisionWarning, match=r"1\.0 \(Using\) stays in float32"):
+        out = root(torch.ones(1, 4))
+    out.sum().backward()
     root[1][0].register_forward_hook(lambda m, a, out: seen.append((a[0].dtype, out.dtype)))
     root(torch.ones(1, 4)).sum().backward()
     assert seen == [(torch.float32, torch.float32)]
@@ -90,18 +92,71 @@ def test_the_module_is_kept_from_the_second_call_on() -> None:
     )
 
 
-def test_the_first_step_is_told_from_those_that_count() -> None:
+def test_without_such_functions_the_first_step_is_as_any_other() -> None:
     root = model(Declared)
     mixed = MixedPrecision(root)
-    x = torch.ones(1, 4)
-    assert mixed.first_call_looks
-    first = effective_dtypes(lambda: root(x).sum().backward(), asked=mixed)
-    assert not first.took_effect
-    assert first.reasons[0].startswith("the first step runs in float32")
-    assert not mixed.first_call_looks
-    second = effective_dtypes(lambda: root(x).sum().backward(), asked=mixed)
-    assert second.share("bfloat16") > 0
-    assert not any("first step" in r for r in second.reasons)
+    assert root(torch.ones(1, 4)).dtype is torch.float32
+    seen = effective_dtypes(lambda: root(torch.ones(1, 4)).sum().backward(), asked=mixed)
+    assert seen.share("bfloat16") > 0
+
+
+def test_the_call_is_made_again_from_the_same_state() -> None:
+    torch.manual_seed(0)
+    root = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Using(Undeclared))
+    twin = copy.deepcopy(root)
+    x = torch.randn(8, 4)
+    MixedPrecision(root)
+    MixedPrecision(twin, keep_float32=["3"])
+    torch.manual_seed(1)
+    with pytest.warns(PrecisionWarning, match="stays in float32"):
+        out = root(x)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    with pytest.warns(PrecisionWarning, match="stays in float32"):
+        expected = twin(x)
+    assert torch.equal(out, expected)
+    assert torch.equal(after, torch.rand(1))
+    assert torch.equal(root[1].running_mean, twin[1].running_mean)
+    assert root[1].num_batches_tracked.item() == 1
+
+
+def test_a_function_that_refuses_16_bits_in_forward_is_found_too() -> None:
+    class Refusing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            if x.dtype is not torch.float32:
+                raise RuntimeError("expected float32")
+            return x + w.sum()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return grads[0], None
+
+    root = model(Refusing)
+    mixed = MixedPrecision(root)
+    with pytest.warns(PrecisionWarning, match="stays in float32"):
+        root(torch.ones(1, 4)).sum().backward()
+    assert list(mixed.kept) == ["1.0"]
+
+
+def test_an_error_under_autocast_alone_is_raised_as_it_is() -> None:
+    class Only(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dtype is torch.bfloat16:
+                raise RuntimeError("of its own")
+            return x
+
+    root = nn.Sequential(nn.Linear(4, 4), Only())
+    MixedPrecision(root)
+    with pytest.raises(RuntimeError, match="of its own"):
+        root(torch.ones(1, 4))
+
+
+def test_an_error_of_another_kind_is_raised_as_it_is() -> None:
+    root = nn.Sequential(nn.Linear(4, 4))
+    MixedPrecision(root)
+    with pytest.raises(RuntimeError, match="shapes"):
+        root(torch.ones(1, 5))
 
 
 def test_a_check_of_numerics_is_not_of_the_first_call() -> None:

@@ -39,7 +39,7 @@ def difference(
 
     Gradients, buffers, random numbers and the training mode are afterwards as before.
     """
-    with evaluating(module):
+    with _evaluating(module):
         of_plain, of_mixed = (_results(module, call, args, kwargs) for call in (plain, mixed))
     return Difference(*(_relative(b, a) for a, b in zip(of_plain, of_mixed, strict=True)))
 
@@ -66,7 +66,7 @@ def _relative(values: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def _evaluating(module: nn.Module) -> Iterator[None]:
     """Puts all modules into evaluation mode: dropout would draw other masks in another dtype."""
     training = {m: m.training for m in module.modules()}
     module.eval()

@@ -120,7 +120,6 @@ def effective_dtypes(
         module = mixed.module
     name = ("bfloat16" if mixed.dtype == "float8" else mixed.dtype) if mixed is not None else asked
     weights = {p.data_ptr() for p in module.parameters()} if module is not None else set()
-    looks = mixed is not None and mixed.first_call_looks
     with torch.compiler.set_stance("force_eager"), modules_of(module) as where:
         tally = _Tally(where, weights, str(name) if name else None)
         with tally:
@@ -137,10 +136,6 @@ def effective_dtypes(
         reasons[:0] = [
             f"{n or 'the model'} is kept in float32: {why}" for n, why in mixed.kept.items()
         ]
-    if looks:
-        reasons.insert(
-            0, "the first step runs in float32, to look for autograd Functions: ask at the second"
-        )
     rows = tuple(
         Row(c, d, n, tally.flops[c, d]) for (c, d), n in sorted(tally.counts.items(), key=_order)
     )

@@ -21,10 +21,10 @@ from flopwise.kit.precision.declining import (
     device_of,
     weights_problem,
 )
-from flopwise.kit.precision.difference import Difference, difference, evaluating
+from flopwise.kit.precision.difference import Difference, difference
 from flopwise.kit.precision.masks import constants_beyond_float16
 from flopwise.kit.precision.master_weights import master_of
-from flopwise.kit.precision.replaying import kept
+from flopwise.kit.precision.replaying import Before
 from flopwise.kit.precision.saying import Once
 from flopwise.kit.precision.tf32 import Flags, in_backward_of, tf32
 
@@ -47,8 +47,8 @@ class MixedPrecision:
         training_only: leaves calls under `no_grad` as they were.
 
     Where the dtype cannot be used, `declined` says why, it is warned once and the module stays as it was. If this process
-    has autograd Functions without an autocast policy, the first call with gradients runs in float32 and finds the modules
-    that use them; those stay in float32.
+    has autograd Functions without an autocast policy, the first call with gradients looks which modules use them; those
+    stay in float32, and that call is made once more.
 
     Raises:
         PrecisionError: no such dtype, or no such submodule.
@@ -95,9 +95,6 @@ class MixedPrecision:
         Raises:
             PrecisionError: the dtype is not in use.
         """
-        if self.first_call_looks and self.active:
-            with evaluating(self.module), kept(self.module), torch.enable_grad():
-                self.module(*args, **kwargs)
         if self._root is None or not self.active:
             raise PrecisionError(
                 f"verify: {self.dtype} is not in use, {self.declined or 'it was undone or replaced'}"
@@ -131,11 +128,6 @@ class MixedPrecision:
         """Whether calls of the module go through this now."""
         root = self._root
         return root is not None and vars(self.module).get("_compiled_call_impl") is root._call
-
-    @property
-    def first_call_looks(self) -> bool:
-        """Whether the next call with gradients runs in float32, to find autograd Functions without an autocast policy."""
-        return not self._looked and any_defined()
 
     def __enter__(self) -> MixedPrecision:
         return self
@@ -223,8 +215,8 @@ class MixedPrecision:
             if self.training_only and not torch.is_grad_enabled():
                 return call(*args, **kwargs)
             if not self._looked and torch.is_grad_enabled():
-                looks, self._looked = self.first_call_looks, True
-                if looks:
+                self._looked = True
+                if any_defined():
                     return self._first_call(call, inside, args, kwargs)
             return inside(*args, **kwargs)
 
@@ -252,17 +244,38 @@ class MixedPrecision:
     def _first_call(
         self, call: Call, inside: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Makes the call in float32 and keeps the modules there whose Functions have no autocast policy.
+        """Makes the call and looks which modules use autograd Functions without a policy.
 
-        Weights with masters are 16-bit already: then the call is made under autocast, and such Functions are refused.
+        If some do, they stay in float32 from now on and the call is made again, from the same buffers and random numbers.
         """
-        halves = any(master_of(p) is not None for p in self.module.parameters())
-        with traced_to_modules(self.module) as found, _eagerly():
-            outputs = (inside if halves else call)(*args, **kwargs)
+        before = Before(self.module)
+        try:
+            with traced_to_modules(self.module) as found, _eagerly():
+                outputs = inside(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError):
+            # Such a Function may refuse 16-bit inputs in its forward already; in float32 it shows itself.
+            before.restore()
+            with traced_to_modules(self.module) as found, _eagerly():
+                call(*args, **kwargs)
+            if not found:
+                raise
+        if not found:
+            return outputs
+        before.restore()
+        return (inside if self._without(found) else call)(*args, **kwargs)
+
+    def _without(self, found: dict[nn.Module, tuple[str, ...]]) -> bool:
+        """Keeps modules in float32; returns False if the dtype is taken back altogether.
+
+        Raises:
+            PrecisionError: their weights are 16-bit already.
+        """
         named = {
             self._names.get(id(module), ""): (module, names) for module, names in found.items()
         }
-        if named and halves:
+        if any(master_of(p) is not None for p in self.module.parameters()):
             raise PrecisionError(
                 f"{', '.join(named) or 'the model'}: {functions_reason(n for _, names in named.values() for n in names)}. "
                 "Decorate them, or leave MasterWeights out: their modules are then kept in float32."
@@ -274,7 +287,7 @@ class MixedPrecision:
                 f"{self.dtype} is taken back: {self.declined}. They are called by the root module itself.",
             )
             self.undo()
-            return outputs
+            return False
         for name, (module, names) in named.items():
             why = f"its autograd Function {', '.join(names)} declares no autocast policy"
             self._keep(module, name, why)
@@ -282,7 +295,7 @@ class MixedPrecision:
                 f"kept {name}",
                 f"{name} ({type(module).__name__}) stays in float32: {why} (torch.amp.custom_fwd declares one).",
             )
-        return outputs
+        return True
 
 
 def _eagerly() -> Any:

@@ -12,24 +12,41 @@ from torch import nn
 from flopwise.kit.nested import tensors_in
 
 
+class Before:
+    """Buffers and random numbers as they were, to go back to."""
+
+    def __init__(self, module: nn.Module | None) -> None:
+        params = list(module.parameters()) if module is not None else []
+        buffers = list(module.buffers()) if module is not None else []
+        self._buffers = [(b, b.detach().clone()) for b in buffers]
+        self._cpu = torch.random.get_rng_state()
+        self._devices = {
+            i: torch.cuda.get_rng_state(i) for i in {p.get_device() for p in params if p.is_cuda}
+        }
+
+    def restore(self) -> None:
+        """Goes back."""
+        torch.random.set_rng_state(self._cpu)
+        for index, state in self._devices.items():
+            torch.cuda.set_rng_state(state, index)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+
+
 @contextmanager
-def kept(root: nn.Module | None) -> Iterator[None]:
-    """Puts gradients, buffers and random numbers back afterwards."""
-    params = list(root.parameters()) if root is not None else []
-    buffers = list(root.buffers()) if root is not None else []
-    grads, values = [p.grad for p in params], [b.detach().clone() for b in buffers]
+def kept(module: nn.Module | None) -> Iterator[None]:
+    """Puts gradients, buffers and random numbers back afterwards; gradients are None inside."""
+    params = list(module.parameters()) if module is not None else []
+    grads, before = [p.grad for p in params], Before(module)
     for p in params:
         p.grad = None
-    devices = sorted({p.device.index or 0 for p in params if p.is_cuda})
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     finally:
         for p, grad in zip(params, grads, strict=True):
             p.grad = grad
-        with torch.no_grad():
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
+        before.restore()
 
 
 def loss_of(out: Any) -> torch.Tensor | None:
