@@ -70,11 +70,11 @@ def test_accelerate_takes_it_and_sees_skipped_steps() -> None:
     def trained(scaler: GradScaler) -> tuple[torch.Tensor, list[bool], list[float]]:
         torch.manual_seed(0)
         accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator.scaler = scaler
         model = nn.Linear(8, 4)
         plain = torch.optim.AdamW(model.parameters(), 1e-2)
         schedule = torch.optim.lr_scheduler.StepLR(plain, 1, 0.9)
         model, optimizer, schedule = accelerator.prepare(model, plain, schedule)
-        accelerator.scaler = optimizer.scaler = scaler
         x = torch.randn(20, 4, 8, generator=torch.Generator().manual_seed(0))
         skipped = []
         for i in range(20):
