@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from flopwise.kit.precision import MixedPrecision, effective_dtypes
+from flopwise.kit.precision import MixedPrecision, effective_dtypes, float8
 from flopwise.kit.precision.effective import EffectiveDtypes, Row
 
 X = torch.ones(4, 8)
@@ -107,6 +108,38 @@ def test_convolutions_and_attention_are_classes_of_their_own() -> None:
     assert flops(seen)[("convolution", "float32")] == (1, 2 * 4 * 36 * 27)
     assert ("attention", "float32") in flops(seen)
     assert seen.verdict == "no dtype was asked for"
+
+
+def test_float8_took_effect_where_the_rest_is_bfloat16() -> None:
+    def seen(*rows: tuple[str, int]) -> EffectiveDtypes:
+        made = tuple(Row("matmul", dtype, 1, flops) for dtype, flops in rows)
+        return EffectiveDtypes(made, "float8", (), 0, 0, ())
+
+    assert seen(("float8", 60), ("bfloat16", 40)).took_effect
+    assert seen(("float8", 60), ("bfloat16", 40)).share() == 0.6
+    assert not seen(("float8", 60), ("float32", 40)).took_effect
+    assert not seen(("bfloat16", 100)).took_effect
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchaos_layers_are_counted_in_float8() -> None:
+    pytest.importorskip("torchao.float8", reason="needs torchao")
+    model = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 16, bias=False))
+    done = float8.convert(model)
+    assert list(done.originals) == ["0"]
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(torch.randn(32, 1024))
+        out.float().sum().backward()
+
+    seen = effective_dtypes(step, model, "float8")
+    large, small = 2 * 32 * 1024 * 1024, 2 * 32 * 1024 * 16
+    assert flops(seen) == {
+        ("matmul", "bfloat16"): (3, 3 * small),
+        ("matmul", "float8"): (3, 3 * large),  # it makes the gradient of its input, too
+    }
+    assert seen.took_effect
 
 
 def test_a_step_without_products_says_so() -> None:

@@ -89,6 +89,26 @@ def test_calls_are_converted_for_the_formulas() -> None:
     assert call.outs[0].shape == (2, 4)
 
 
+def test_a_tensor_that_holds_float8_is_told_by_what_it_holds() -> None:
+    class Holding(torch.Tensor):
+        @staticmethod
+        def __new__(cls, data: torch.Tensor) -> Any:
+            made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16)
+            made._data = data
+            return made
+
+        @classmethod
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return NotImplemented
+
+    held = Holding(torch.zeros(2, 3, dtype=torch.float8_e4m3fn))
+    plain = torch.zeros(3, 4, dtype=torch.bfloat16)
+    call = call_of(torch.ops.aten.mm.default, (held, plain), {}, plain)
+    assert [call.args[name].dtype for name in ("self", "mat2")] == ["float8_e4m3fn", "bfloat16"]
+
+
 def test_the_device_is_that_of_the_parameters() -> None:
     assert device_type(nn.Linear(1, 1)) == "cpu"
     assert device_type(nn.Linear(1, 1, device="meta")) == "meta"

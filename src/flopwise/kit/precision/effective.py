@@ -66,7 +66,9 @@ class EffectiveDtypes:
 
     @property
     def took_effect(self) -> bool:
-        """Whether at least 95 % of the FLOPs ran in the dtype that was asked for."""
+        """Whether at least 95 % of the FLOPs ran in the dtype that was asked for; for float8, in it or bfloat16."""
+        if self.asked == "float8":  # layers that it does not suit run in bfloat16
+            return self.share() > 0 and self.share() + self.share("bfloat16") >= EFFECT_FRAC
         return self.asked is not None and self.share() >= EFFECT_FRAC
 
     @property
@@ -118,7 +120,7 @@ def effective_dtypes(
     mixed = asked if isinstance(asked, MixedPrecision) else None
     if mixed is not None and module is None:
         module = mixed.module
-    name = ("bfloat16" if mixed.dtype == "float8" else mixed.dtype) if mixed is not None else asked
+    name = mixed.dtype if mixed is not None else asked
     weights = {p.data_ptr() for p in module.parameters()} if module is not None else set()
     with torch.compiler.set_stance("force_eager"), modules_of(module) as where:
         tally = _Tally(where, weights, str(name) if name else None)
@@ -221,6 +223,8 @@ class _Tally(TorchDispatchMode):
         self.flops[op_class, dtype] += flops
 
     def _computed_in(self, dtype: str, op_class: str, args: Any) -> str:
+        if dtype.startswith("float8"):
+            return "float8"
         if dtype != "float32" or not any(isinstance(a, torch.Tensor) and a.is_cuda for a in args):
             return dtype
         if torch.cuda.get_device_capability() < (8, 0):

@@ -127,7 +127,11 @@ def _convert(value: Any) -> Any:
 
 
 def _operand(tensor: torch.Tensor) -> Operand:
-    return Operand(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    data = getattr(
+        tensor, "_data", None
+    )  # of torchao's float8 tensors, which name the dtype that they stand for
+    stored = data if isinstance(data, torch.Tensor) and data.dtype.itemsize == 1 else tensor
+    return Operand(tuple(tensor.shape), str(stored.dtype).removeprefix("torch."))
 
 
 def _sign(output: Any, name: str, seen: set[Any]) -> None:
