@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -246,10 +247,12 @@ class TestState:
         }
         assert model.head.weight.dtype is torch.float32
 
-    def test_a_copy_of_the_model_has_weights_of_its_own(self) -> None:
+    @pytest.mark.filterwarnings("ignore:backward hook")  # torch's: hooks are not in a pickle
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+    def test_a_copy_of_the_model_has_weights_of_its_own(self, copied: Any) -> None:
         model = net()
         MasterWeights(model, adamw(model))
-        twin = copy.deepcopy(model)
+        twin = copied(model)
         with torch.no_grad():
             twin.up.weight.zero_()
         assert not twin.state_dict()["up.weight"].any()

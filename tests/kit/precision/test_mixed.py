@@ -158,6 +158,26 @@ def test_a_compiled_model_is_wrapped_and_counts_as_itself() -> None:
     assert effective_dtypes(lambda: model(X).sum().backward(), asked=made).took_effect
 
 
+@pytest.mark.parametrize("wrap", ["compile", "ddp", "data parallel"])
+def test_wrapped_models_are_wrapped_around(wrap: str, one_rank: None) -> None:
+    plain = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = plain(X).float()
+    model: Any = {
+        "compile": lambda: torch.compile(plain, backend="eager"),
+        "ddp": lambda: nn.parallel.DistributedDataParallel(plain),
+        "data parallel": lambda: nn.DataParallel(plain),
+    }[wrap]()
+    made = MixedPrecision(model)
+    out = model(X)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert {p.grad.dtype for p in plain.parameters()} == {torch.float32}  # type: ignore[union-attr]
+    made.undo()
+    assert model(X).dtype is torch.float32
+    assert not torch.equal(model(X), expected)
+
+
 def test_compiling_afterwards_is_seen() -> None:
     model = net()
     made = MixedPrecision(model)

@@ -22,8 +22,22 @@ _MASTER = "_flopwise_master"
 
 def master_of(parameter: torch.Tensor) -> nn.Parameter | None:
     """Returns the float32 master copy of a 16-bit weight, None if it has none."""
-    found = getattr(parameter, _MASTER, None)
-    return found if isinstance(found, nn.Parameter) else None
+    link = getattr(parameter, _MASTER, None)
+    return link.master if isinstance(link, _Link) else None
+
+
+class _Link:
+    """Leads from a weight to its master; a pickled weight has none, since no optimizer would step it."""
+
+    def __init__(self, master: nn.Parameter) -> None:
+        self.master = master
+
+    def __reduce__(self) -> Any:
+        return _no_link, ()
+
+
+def _no_link() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -223,7 +237,7 @@ def _halve(name: str, weight: nn.Parameter, dtype: torch.dtype) -> Pair:
     weight.data = weight.data.to(dtype)
     weight.grad_dtype = torch.float32
     weight.grad = master.grad = gradient
-    setattr(weight, _MASTER, master)
+    setattr(weight, _MASTER, _Link(master))
     return Pair(name, weight, master)
 
 
