@@ -79,6 +79,27 @@ def test_a_state_of_gradscaler_starts_the_counts_anew() -> None:
     assert scaler.report().startswith("1 updates, 0 skipped, scale 4096")
 
 
+def test_a_state_of_the_schedule_by_magnitude_lets_gradscaler_grow() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], 1.0)
+
+    def step(scaler: GradScaler) -> None:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    scaler = DynamicScaler("cpu", growth_interval=3)
+    for _ in range(10):
+        step(scaler)
+    assert scaler.get_scale() == 1024.0
+    theirs = GradScaler("cpu")
+    theirs.load_state_dict(scaler.state_dict())
+    for _ in range(3):
+        step(theirs)
+    assert theirs.get_scale() == 2048.0
+
+
 def test_a_scaler_that_did_nothing_knows_nothing() -> None:
     scaler = DynamicScaler("cpu")
     scaler.drain()

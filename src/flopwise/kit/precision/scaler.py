@@ -18,8 +18,6 @@ from flopwise.kit.precision.saying import users_line
 from flopwise.kit.precision.schedule import MagnitudeSchedule
 from flopwise.kit.precision.statistics import gradients, local
 
-#: Growth interval that is never reached: the scale then only backs off.
-_NEVER = 2**31 - 1
 #: Key of magnitudes that were taken before clipping; no optimizer has it.
 _CLIPPED = 0
 
@@ -291,13 +289,15 @@ class DynamicScaler(KnowingScaler):
             )
 
     def _back_off_or_grow(self) -> None:
-        growth_interval = self._growth_interval
+        growth_factor = self._growth_factor
         if self.schedule == "magnitude":
-            self._growth_interval = _NEVER
+            self._growth_factor = (
+                1.0  # so it only backs off, and the count that growth waits for goes on
+            )
         try:
             super().update()
         finally:
-            self._growth_interval = growth_interval
+            self._growth_factor = growth_factor
 
     def _captured(self) -> bool:
         if self._device != "cuda" or not torch.cuda.is_current_stream_capturing():
