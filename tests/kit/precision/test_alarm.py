@@ -143,6 +143,19 @@ class TestTheNextForward:
             == "In the step that was looked at, outputs and gradients of all modules were finite."
         )
 
+    def test_a_model_that_cannot_be_watched_is_said(self) -> None:
+        root = Root(float("inf"))
+        root.compile(backend="eager")
+        alarm, optimizer = Alarm(1, model=root), broken(root, "b.bias")
+        with pytest.warns(PrecisionWarning, match="in a row"):
+            heard(alarm, known(1), optimizer)
+        for n in range(2, 5):
+            root(torch.ones(1, 2))
+            heard(alarm, known(n), optimizer)
+        with pytest.warns(PrecisionWarning, match="could not be watched"):
+            heard(alarm, known(5), optimizer)
+        assert all(not m._forward_hooks for m in root.modules())
+
     def test_hooks_are_gone_after_one_forward(self) -> None:
         root = Root(1.0)
         ForwardTrace(root)

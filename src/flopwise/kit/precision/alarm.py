@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Names that are written out in a message.
 _SHOWN = 3
+#: Updates that a look at the next forward waits for it.
+_PATIENCE = 3
 
 
 class Alarm:
@@ -45,7 +47,7 @@ class Alarm:
         backoff: float,
     ) -> None:
         """Takes in what is known now; warns where that is an alarm, once until a step is not skipped."""
-        if self._trace is not None and self._trace.done:
+        if self._trace is not None and self._trace.is_over():
             words, self._trace = self._trace.words(), None
             if not self._told:
                 self._told = True
@@ -144,6 +146,7 @@ class ForwardTrace:
 
     def __init__(self, model: nn.Module) -> None:
         self.done = False
+        self._updates = 0
         self._forward: list[tuple[str, str, torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self._backward: list[tuple[str, torch.Tensor]] = []
         self._root = weakref.ref(model)
@@ -181,9 +184,19 @@ class ForwardTrace:
         for handle in self._handles:
             handle.remove()
 
+    def is_over(self) -> bool:
+        """Returns whether the forward was seen, or several updates went by without it; call it once an update."""
+        self._updates += 1
+        return self.done or self._updates > _PATIENCE
+
     def words(self) -> str:
         """Returns where values first were not finite; reads the device."""
         self._remove()
+        if not self._forward:
+            return (
+                "The modules of the model could not be watched: it is compiled, or was not called since. find_nonfinite(model, "
+                "batch) replays one step without its compiled code and tells."
+            )
         for name, kind, ins, outs, biggest in self._forward:
             if not bool(outs):
                 seen = (
