@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from flopwise.kit.precision.tf32 import Flags, in_backward_of, switch_on, tf32
 
@@ -71,6 +72,59 @@ def test_backward_has_them_until_it_ends() -> None:
     out.sum().backward()
     assert seen == ["tf32"]
     assert new()["matmul"] != "tf32"
+
+
+def test_two_calls_in_one_backward_give_them_back() -> None:
+    MATMUL.allow_tf32 = False
+    CUDNN.allow_tf32 = False
+    found = Flags.read()
+    x = torch.ones(2, requires_grad=True)
+    first, second = x * 2, x * 3
+    in_backward_of([first])
+    in_backward_of([second])
+    (first + second).sum().backward()
+    assert Flags.read() == found
+
+
+def test_a_backward_that_fails_is_made_good_by_the_next_call() -> None:
+    MATMUL.allow_tf32 = False
+    CUDNN.allow_tf32 = False
+    found = Flags.read()
+
+    def fails(grad: torch.Tensor) -> None:
+        raise ValueError("out of memory, say")
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(fails)
+    out = y * 3
+    in_backward_of([out])
+    with pytest.raises(ValueError, match="out of memory"):
+        out.sum().backward()
+    with tf32():
+        pass
+    assert Flags.read() == found
+
+
+def test_a_checkpointed_part_keeps_them_in_the_rest_of_backward() -> None:
+    MATMUL.allow_tf32 = False
+    CUDNN.allow_tf32 = False
+    found, seen = Flags.read(), []
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        with tf32():
+            out = x * 2
+        in_backward_of([out])
+        return out
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda g: seen.append(new()["matmul"]))
+    out = torch.utils.checkpoint.checkpoint(part, y, use_reentrant=False) * 3
+    in_backward_of([out])
+    out.sum().backward()
+    assert seen == ["tf32"]
+    assert Flags.read() == found
 
 
 def test_switching_on_what_is_on_changes_nothing() -> None:

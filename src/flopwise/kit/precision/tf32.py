@@ -72,6 +72,7 @@ def switch_on() -> Flags:
 @contextmanager
 def tf32() -> Iterator[None]:
     """Allows TF32 inside, in this process; the switches are as they were afterwards."""
+    _after_failures()
     found = switch_on()
     try:
         yield
@@ -79,23 +80,36 @@ def tf32() -> Iterator[None]:
         found.restore()
 
 
+#: Switches as they were found by backward passes that have not ended, by their number.
+_BACKWARDS: dict[int, Flags] = {}
+
+
 def in_backward_of(outputs: list[torch.Tensor]) -> None:
     """Allows TF32 from where backward reaches these outputs until that backward pass ends."""
-    state: dict[str, Flags] = {}
-
-    def ended() -> None:
-        flags = state.pop("found", None)
-        if flags is not None:
-            flags.restore()
 
     def begun(grad: torch.Tensor) -> None:
-        if "found" not in state:
-            state["found"] = switch_on()
-            torch.autograd.Variable._execution_engine.queue_callback(ended)
+        number = torch._C._current_graph_task_id()
+        if number not in _BACKWARDS:
+            _BACKWARDS[number] = switch_on()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _ended(number))
 
     for tensor in outputs:
         if tensor.requires_grad:
             tensor.register_hook(begun)
+
+
+def _ended(number: int) -> None:
+    found = _BACKWARDS.pop(number, None)
+    if found is not None:
+        found.restore()
+
+
+def _after_failures() -> None:
+    """Gives back what backward passes have left that ended in an error: their callbacks were not called."""
+    if _BACKWARDS and torch._C._current_graph_task_id() == -1:
+        first = next(iter(_BACKWARDS.values()))
+        _BACKWARDS.clear()
+        first.restore()
 
 
 def _matmul() -> bool | None:
