@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from flopwise.kit.precision.masked_step import has_state, masked_step, unmaskable
+from flopwise.kit.precision.masked_step import copied, has_state, masked_step, unmaskable
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 MAKERS: dict[str, Make] = {
@@ -48,19 +48,19 @@ def test_a_skipped_step_changes_nothing_and_another_all(name: str) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad.fill_(float("nan"))
-    masked_step(optimizer, torch.tensor(1.0))
+    masked_step(optimizer, copied(optimizer), torch.tensor(1.0))
     assert all(torch.equal(a, b) for a, b in zip(values(optimizer), before, strict=True))
     for group in optimizer.param_groups:
         for p, q in zip(group["params"], plain.param_groups[0]["params"], strict=True):
             p.grad.copy_(q.grad)
-    masked_step(optimizer, torch.tensor(0.0))
+    masked_step(optimizer, copied(optimizer), torch.tensor(0.0))
     plain.step()
     assert all(torch.equal(a, b) for a, b in zip(values(optimizer), values(plain), strict=True))
 
 
 def test_the_result_of_the_step_is_given() -> None:
     optimizer = torch.optim.SGD(params(), 0.1)
-    assert masked_step(optimizer, torch.tensor(0.0), lambda: 3.0) == 3.0
+    assert masked_step(optimizer, copied(optimizer), torch.tensor(0.0), lambda: 3.0) == 3.0
 
 
 def test_state_is_missing_before_the_first_step() -> None:

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopwise.errors import PrecisionWarning
-from flopwise.kit.precision import DynamicScaler
+from flopwise.kit.precision import DynamicScaler, unwaiting
 
 
 class Reads(TorchDispatchMode):
@@ -122,6 +122,21 @@ def test_a_masked_optimizer_waits_for_its_first_step_only() -> None:
             scaler.update()
         counts.append(reads.count)
     assert counts == [1, 0, 0]  # momentum is made by a first step
+
+
+def test_without_memory_for_a_copy_it_waits_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(optimizer: torch.optim.Optimizer) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(unwaiting, "copied", full)
+    scaler, param = DynamicScaler("cpu", unfused="masked"), weight()
+    optimizer = torch.optim.SGD([param], 0.1)
+    with pytest.warns(PrecisionWarning, match="no memory for a copy of what SGD steps") as said:
+        assert reads_per_step(scaler, optimizer, steps=5) == 1
+    assert len(said) == 1
+    assert param.detach().tolist() == pytest.approx([0.0] * 4, abs=1e-6)  # five steps of 0.2
 
 
 def test_nothing_is_said_of_optimizers_that_do_not_wait() -> None:

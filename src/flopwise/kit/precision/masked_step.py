@@ -57,23 +57,33 @@ def has_state(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
+def copied(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Returns what a step may change, each with a copy: the weights that have a gradient, and their state.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for the copies.
+    """
+    return [(tensor, tensor.clone()) for tensor in _touched(optimizer)]
+
+
 def masked_step(
-    optimizer: torch.optim.Optimizer, found_inf: torch.Tensor, *args: Any, **kwargs: Any
+    optimizer: torch.optim.Optimizer,
+    before: list[tuple[torch.Tensor, torch.Tensor]],
+    found_inf: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Returns what `optimizer.step` returns; where `found_inf` is not 0, weights and state are afterwards as before, to the bit.
 
-    Takes a copy of the weights and the state for the time of the step. Ask `unmaskable` and `has_state` before.
+    Args:
+        before: by `copied`. Ask `unmaskable` and `has_state` before that.
     """
-    tensors = list(_touched(optimizer))
-    before = [t.detach().clone() for t in tensors]
-    skip = {
-        device: found_inf.to(device, non_blocking=True) != 0
-        for device in {t.device for t in tensors}
-    }
+    devices = {tensor.device for tensor, _ in before}
+    skip = {device: found_inf.to(device, non_blocking=True) != 0 for device in devices}
     result = optimizer.step(*args, **kwargs)
     with torch.no_grad():
-        for tensor, old in zip(tensors, before, strict=True):
-            torch.where(skip[tensor.device], old, tensor, out=tensor.detach())
+        for tensor, old in before:
+            torch.where(skip[tensor.device], old, tensor, out=tensor)
     return result
 
 
@@ -89,4 +99,4 @@ def _touched(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield param.detach()
         for value in (optimizer.state.get(param) or {}).values():
             if isinstance(value, torch.Tensor):
-                yield value
+                yield value.detach()

@@ -213,10 +213,13 @@ class DynamicScaler(KnowingScaler):
         strays = self._left.strays(states)
         before = scale.clone() if strays else None
         late = self._rows(scale)
-        late.write([amax for each in self._amaxes.values() for amax in each], scale)
+        # Unscaled, but not stepped: the scale is GradScaler's matter, and there is no step to count.
+        counts = any(state["stage"] is OptState.STEPPED for state in states.values())
+        if counts:
+            late.write([amax for each in self._amaxes.values() for amax in each], scale)
+            self._updates += 1
         self._back_off_or_grow()
-        self._updates += 1
-        if self.schedule == "magnitude" and self._magnitude.due(self._updates):
+        if counts and self.schedule == "magnitude" and self._magnitude.due(self._updates):
             numbers = self._magnitude.review(late.recent(), scale, self._backoff_factor)
             late.ask_review(self._updates, numbers)
         scale.clamp_(min=self.min_scale)

@@ -17,7 +17,7 @@ from flopwise.kit.precision.checking import (
     share,
 )
 from flopwise.kit.precision.leftovers import Leftovers
-from flopwise.kit.precision.masked_step import has_state, masked_step, unmaskable
+from flopwise.kit.precision.masked_step import copied, has_state, masked_step, unmaskable
 from flopwise.kit.precision.saying import Once, users_line
 from flopwise.kit.precision.statistics import gradients
 
@@ -136,10 +136,26 @@ class UnwaitingScaler(GradScaler):
         **kwargs: Any,
     ) -> float | None:
         found = list(optimizer_state["found_inf_per_device"].values())
-        if not self._masks(optimizer, found):
+        before = self._copied(optimizer) if self._masks(optimizer, found) else None
+        if before is None:
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         total = torch.stack([f.to(found[0].device, non_blocking=True) for f in found]).amax()
-        return cast("float | None", masked_step(optimizer, total, *args, **kwargs))
+        return cast("float | None", masked_step(optimizer, before, total, *args, **kwargs))
+
+    def _copied(
+        self, optimizer: torch.optim.Optimizer
+    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+        """Returns copies of what a step may change; None, from now on, where memory does not hold them."""
+        try:
+            return copied(optimizer)
+        except torch.OutOfMemoryError:
+            self._unfused = "wait"
+            self._once.say(
+                "memory",
+                f"there is no memory for a copy of what {type(optimizer).__name__} steps: it waits for the device from now on, as "
+                "with GradScaler. fused=True needs neither.",
+            )
+            return None
 
     def _masks(self, optimizer: torch.optim.Optimizer, found: list[torch.Tensor]) -> bool:
         """Returns whether the device decides; if not, found_inf is read, which is free on a CPU."""
