@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flopwise.errors import PrecisionError
-from flopwise.kit.precision import float8
+from flopwise.kit.precision import MixedPrecision, float8
 
 
 class Float8Linear(nn.Linear):
@@ -74,6 +74,29 @@ def test_large_layers_are_converted_and_come_back_as_they_were(torchao: Any) -> 
     assert all(a is b for a, b in zip(net, layers, strict=True))
     assert bool((net[0].weight == 3.0).all())
     assert not net[0].training
+
+
+def test_converted_layers_can_be_put_in_again(torchao: Any) -> None:
+    net = model()
+    done = float8.convert(net)
+    converted = list(net)
+    done.undo(net)
+    done.redo(net)
+    assert all(a is b for a, b in zip(net, converted, strict=True))
+
+
+def test_numerics_are_held_against_the_original_layers(
+    torchao: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(float8, "unavailable", lambda device: None)
+    monkeypatch.setattr(Float8Linear, "forward", lambda self, x: nn.Linear.forward(self, x) * 1.5)
+    net = nn.Sequential(nn.Linear(1024, 1024))
+    mixed = MixedPrecision(net, "float8")
+    assert isinstance(net[0], Float8Linear)
+    found = mixed.verify(torch.randn(4, 1024), tolerance=1.0)
+    assert found.outputs == pytest.approx(0.5, abs=0.01)
+    assert isinstance(net[0], Float8Linear)
+    assert mixed.active
 
 
 def test_a_model_without_such_layers_is_left(torchao: Any) -> None:

@@ -91,7 +91,7 @@ def test_it_works_as_a_context() -> None:
 
 def test_submodules_asked_to_be_kept_stay_float32() -> None:
     model = net()
-    made = MixedPrecision(model, keep_float32=["3"])
+    made = MixedPrecision(model, keep_float32=iter(["3"]))
     seen: list[Any] = []
     model[3].register_forward_hook(lambda m, a, out: seen.append((a[0].dtype, out.dtype)))
     model(X)

@@ -159,7 +159,7 @@ class ForwardTrace:
             if torch.compiler.is_compiling():
                 return
             outs = [t for t in tensors_in(output) if t.is_floating_point()]
-            ins = [t for t in tensors_in(args) if t.is_floating_point()]
+            ins = [t for t in tensors_in(args) if t.is_floating_point() and t.numel()]
             if not outs:
                 return
             with torch.no_grad():

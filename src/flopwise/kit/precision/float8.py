@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,6 +28,13 @@ class Conversion:
 
     originals: dict[str, nn.Module]
     left: dict[str, str]
+    converted: dict[str, nn.Module] = field(default_factory=dict)
+
+    def redo(self, model: nn.Module) -> None:
+        """Puts the converted layers in again."""
+        for name, layer in self.converted.items():
+            layer.train(self.originals[name].training)
+            _put(model, name, layer)
 
     def undo(self, model: nn.Module) -> None:
         """Puts the original layers back; they share their weights with the converted ones."""
@@ -37,8 +44,12 @@ class Conversion:
                 if own in layer._parameters:
                     layer._parameters[own] = parameter
             layer.train(now.training)
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, layer)
+            _put(model, name, layer)
+
+
+def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, layer)
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -92,6 +103,7 @@ def convert(model: nn.Module, keep: Iterable[str] = ()) -> Conversion:
         raise PrecisionError(
             f"torchao could not convert the model: {type(error).__name__}: {error}"
         ) from error
+    conversion.converted.update({name: model.get_submodule(name) for name in originals})
     return conversion
 
 

@@ -68,6 +68,7 @@ class MixedPrecision:
         self.device = device_of(module)
         self.notes: list[str] = []
         self.kept: dict[str, str] = {}
+        keep = list(keep_float32)
         self._names = {id(m): n for n, m in module.named_modules()}
         self._once = Once()
         self._wrapped: list[Wrapped] = []
@@ -75,14 +76,14 @@ class MixedPrecision:
         self._converted: float8.Conversion | None = None
         self._looked = dtype == "tf32"
         self.declined = self._problem()
-        submodules = [self._submodule(name) for name in keep_float32]
+        submodules = [self._submodule(name) for name in keep]
         if self.declined is not None:
             self._once.say(
                 "declined", f"{dtype} is not used: {self.declined}. The module runs as before."
             )
             return
-        self._prepare(list(keep_float32))
-        for name, submodule in zip(keep_float32, submodules, strict=True):
+        self._prepare(keep)
+        for name, submodule in zip(keep, submodules, strict=True):
             self._keep(submodule, name, "asked to be kept")
         self._root = Wrapped(module, self._around)
 
@@ -99,7 +100,7 @@ class MixedPrecision:
             raise PrecisionError(
                 f"verify: {self.dtype} is not in use, {self.declined or 'it was undone or replaced'}"
             )
-        found = difference(self.module, self._root.plain, self.module, args, kwargs)
+        found = difference(self.module, self._plain, self.module, args, kwargs)
         if self.active and not found.largest <= tolerance:
             self.declined = f"it moves results by {found}, and {tolerance:g} is allowed"
             self._once.say(
@@ -188,6 +189,17 @@ class MixedPrecision:
             self._converted = float8.convert(self.module, keep)
             if not self._converted.originals:
                 self.notes.append("no linear layer suits float8: all runs in bfloat16")
+
+    def _plain(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module as it was found: with its own layers, too, where they were converted."""
+        assert self._root is not None
+        if self._converted is None:
+            return self._root.plain(*args, **kwargs)
+        self._converted.undo(self.module)
+        try:
+            return self._root.plain(*args, **kwargs)
+        finally:
+            self._converted.redo(self.module)
 
     def _submodule(self, name: str) -> nn.Module:
         try:
