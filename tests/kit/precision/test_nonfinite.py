@@ -97,6 +97,72 @@ def test_a_step_that_refuses_the_bad_value_still_has_its_finding() -> None:
     assert found.op == "log"
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda x: (
+            (1 / (x - x)).clamp(max=10.0).sum().backward()
+        ),  # its gradient is 0 where it is clamped
+        lambda x: torch.minimum(x, torch.full((4,), float("inf"))).sum().backward(),
+        lambda x: x.masked_fill(x > 5, float("inf")).min().backward(),
+    ],
+    ids=["clamped", "a bound of inf", "a fill of inf"],
+)
+def test_what_does_not_reach_the_loss_or_a_gradient_is_no_finding(step: Any) -> None:
+    x = torch.ones(4, requires_grad=True)
+    found = find_nonfinite(step, x)
+    if found is not None:  # 0 x inf in backward of the quotient
+        assert found.phase == "backward"
+        assert x.grad is None or not torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_loss_that_takes_a_masked_logit_is_found(smoothing: float) -> None:
+    logits = torch.zeros(2, 3, requires_grad=True)
+    hidden = torch.tensor([[False, False, True], [False, False, True]])
+
+    def step() -> None:
+        masked = logits.masked_fill(hidden, float("-inf"))
+        target = torch.tensor([0, 2 if smoothing == 0 else 1])
+        nn.functional.cross_entropy(masked, target, label_smoothing=smoothing).backward()
+
+    found = find_nonfinite(step)
+    assert found is not None
+    assert (found.phase, found.value, found.loss_finite) == ("forward", "inf", False)
+    assert "-inf went in, as masks have it, and was used" in found.cause
+    assert (
+        find_nonfinite(
+            lambda: nn.functional.cross_entropy(
+                logits.masked_fill(hidden, float("-inf")), torch.tensor([0, 1])
+            ).backward()
+        )
+        is None
+    )
+
+
+def test_a_loss_is_told_from_metrics_before_backward() -> None:
+    def step(x: torch.Tensor) -> None:
+        loss = (x - x).log().sum()
+        (x > 0).float().mean()  # finite, and later
+        loss.backward()
+
+    found = find_nonfinite(step, torch.ones(3, requires_grad=True))
+    assert found is not None
+    assert (found.phase, found.op, found.loss_finite) == ("forward", "log", False)
+    assert "log of 0" in found.cause
+
+
+def test_a_mask_is_not_blamed_for_another_op() -> None:
+    def step(x: torch.Tensor) -> None:
+        least = torch.finfo(torch.bfloat16).min
+        mask = torch.full((3,), least, dtype=torch.bfloat16) + least
+        ((x.bfloat16() + mask).softmax(-1).sum() * 0 + (x - 2).sqrt().sum()).backward()
+
+    found = find_nonfinite(step, torch.ones(3, requires_grad=True))
+    assert found is not None
+    assert found.op in ("softmax", "sqrt")  # both are; the sum of masks is not
+
+
 def test_an_error_of_the_step_itself_is_raised() -> None:
     def step() -> None:
         raise RuntimeError("of its own")

@@ -69,6 +69,11 @@ class Event:
     ins: list[torch.Tensor]
     args: Any
 
+    @property
+    def of_masks(self) -> bool:
+        """Whether -inf went in."""
+        return any(r.inf for r in self.ranges)
+
     def __str__(self) -> str:
         return f"{self.op}{f' at {self.line}' if self.line else ''}"
 
@@ -94,10 +99,10 @@ def explain(events: list[Event], loss_finite: bool | None) -> tuple[Event | None
     backward = [e for e in events if e.phase == "backward"]
     if loss_finite and backward:
         return _in_backward(backward[0], forward)
-    if loss_finite is not False and not backward and all(_meant(e, loss_finite) for e in forward):
+    if loss_finite is not False and not backward and all(_is_mask(e) for e in forward):
         return None, "", ""
     masked = next((e for e in forward if _softmax(e) and e.value == "NaN"), None)
-    first = forward[0] if forward else None
+    first = _origin(forward)
     if masked is not None and (first is masked or first is None or first.value == "-inf"):
         return masked, *_empty_rows(masked, forward)
     if first is None:
@@ -107,9 +112,16 @@ def explain(events: list[Event], loss_finite: bool | None) -> tuple[Event | None
     return first, *_in_forward(first)
 
 
-def _meant(event: Event, loss_finite: bool | None) -> bool:
-    """Returns whether -inf is a mask: with a finite loss it is, else where arithmetic of masks has made it."""
-    return event.value == "-inf" and (loss_finite is True or event.op in _MASKING)
+def _is_mask(event: Event) -> bool:
+    """Returns whether this is -inf that arithmetic of masks has made."""
+    return event.value == "-inf" and event.op in _MASKING
+
+
+def _origin(forward: list[Event]) -> Event | None:
+    """Returns where forward goes wrong: the first op that makes it from finite values and is no mask, else the first."""
+    own = (e for e in forward if not _is_mask(e) and not e.of_masks)
+    of_masks = (e for e in forward if e.of_masks and e.value != "-inf")
+    return next(own, None) or next(of_masks, None) or (forward[0] if forward else None)
 
 
 def _softmax(event: Event) -> bool:
@@ -155,6 +167,11 @@ def _at_minimum(event: Event) -> bool:
 
 def _in_forward(event: Event) -> tuple[str, str]:
     sizes = ", ".join(map(str, event.ranges))
+    if event.of_masks:
+        return (
+            f"-inf went in, as masks have it, and was used: selected, summed or multiplied by 0 ({sizes}).",
+            "Leave masked entries out of what is summed (a target that is masked, label smoothing over masked classes).",
+        )
     if event.op in ("_to_copy", "to") or "copy" in event.op:
         return (
             f"A value of up to {_largest(event):.4g} does not fit {event.dtype}.",

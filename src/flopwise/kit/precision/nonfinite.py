@@ -53,7 +53,10 @@ class NonFinite:
 def find_nonfinite(
     step: Callable[..., Any] | nn.Module, *batch: Any, module: nn.Module | None = None
 ) -> NonFinite | None:
-    """Replays one step and returns where it first is not finite, None if all of it is finite.
+    """Replays one step and returns where it first is not finite; None if its loss and its gradients are finite.
+
+    What is not finite on the way and does not reach them (masks, clamped quotients) is no finding. Without a loss or
+    backward in the step, all that is not finite is.
 
     Args:
         step: a function that makes forward and backward (no optimizer step); or a module, which is called with the batch.
@@ -74,11 +77,11 @@ def find_nonfinite(
         names.update({t.data_ptr(): f"buffer {n}" for n, t in root.named_buffers() if t.numel()})
     with kept(root), torch.compiler.set_stance("force_eager"), modules_of(root) as where:
         watch = _Watch(where, names)
-        came_in = _in_batch(batch)
+        watch.came_in = _in_batch(batch)
         with torch.autograd.set_detect_anomaly(True, check_nan=False), watch:
             _run(step, batch, watch)
         watch.ended()
-    return came_in or watch.result()
+    return watch.result()
 
 
 def _run(step: Callable[..., Any] | nn.Module, batch: tuple[Any, ...], watch: _Watch) -> None:
@@ -90,7 +93,9 @@ def _run(step: Callable[..., Any] | nn.Module, batch: tuple[Any, ...], watch: _W
                 watch.loss_finite = _finite(loss)
                 loss.backward()
     except RuntimeError:
-        if not watch.events:  # a later op may refuse what the first one made
+        if (
+            not watch.events and watch.came_in is None
+        ):  # a later op may refuse what the first one made
             raise
 
 
@@ -114,7 +119,7 @@ class _Watch(TorchDispatchMode):
         self.events: list[Event] = []
         self.loss_finite: bool | None = None
         self._tainted: set[int] = set()  # storages that hold what an op here made non-finite
-        self._came_in: NonFinite | None = None
+        self.came_in: NonFinite | None = None  # what was not finite before any op of this step
         self._backward_seen = False
         self._suspects: list[tuple[Any, Event]] = []  # of backward, with their graph nodes
         self._last_scalar: torch.Tensor | None = None
@@ -148,7 +153,8 @@ class _Watch(TorchDispatchMode):
         self, name: str, ins: list[torch.Tensor], args: Any, outs: list[torch.Tensor], node: Any
     ) -> None:
         if node is None and outs and outs[0].dim() == 0:
-            self._last_scalar = outs[0].detach()
+            # Backward begins with ones like the loss.
+            self._last_scalar = (ins[0] if name == "ones_like" and ins else outs[0]).detach()
         if node is not None and any(_has_nan_or_inf(t) for t in ins):
             self._passed_on(node)
         bad = next((t for t in outs if not _finite(t)), None)
@@ -161,7 +167,8 @@ class _Watch(TorchDispatchMode):
         if fills(name):
             return
         if node is None:
-            if all(_finite(t) for t in ins) or _adds_nan(bad, ins):
+            worse = _has_nan_or_inf(bad) and not any(_has_nan_or_inf(t) for t in ins)
+            if worse or _adds_nan(bad, ins) or all(_finite(t) for t in ins):
                 self.events.append(self._event(name, ins, args, bad, None))
         # After a loss that is not finite no gradient is.
         elif self.loss_finite is not False and all(node is not n for n, _ in self._suspects):
@@ -199,7 +206,7 @@ class _Watch(TorchDispatchMode):
     def _arrivals(self, ins: list[torch.Tensor]) -> None:
         for tensor in ins:
             if (
-                self._came_in is None
+                self.came_in is None
                 and not self.events
                 and _storage(tensor) not in self._tainted
                 and _has_nan_or_inf(tensor)
@@ -209,7 +216,7 @@ class _Watch(TorchDispatchMode):
                     f"a tensor that this step has not written ({Range.of(tensor)})",
                 )
                 value = "NaN" if bool(torch.isnan(tensor).any()) else "inf"
-                self._came_in = NonFinite(
+                self.came_in = NonFinite(
                     "input", value, known, self._where.module(), users_line(), _name(tensor.dtype), "", None,
                     "It is the result of an earlier step." if known.startswith("parameter") else "This step did not make it.",
                     "Go back to a checkpoint before it, and look at the optimizer (half-precision weights without a float32 "
@@ -217,9 +224,16 @@ class _Watch(TorchDispatchMode):
                 )  # fmt: skip
 
     def result(self) -> NonFinite | None:
-        if self._came_in is not None:
-            return self._came_in
+        if self.loss_finite is True and all(e.phase == "forward" for e in self.events):
+            return None
+        if self.came_in is not None:
+            return self.came_in
         event, cause, cure = explain(self.events, self.loss_finite)
+        if event is None and self.loss_finite is False:
+            return NonFinite(
+                "forward", "a non-finite value", "the loss", None, None, "", "", False, "No op was seen that made it.",
+                "Look at what the step takes from outside of it.",
+            )  # fmt: skip
         if event is None:
             return None
         return NonFinite(
