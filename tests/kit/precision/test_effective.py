@@ -142,6 +142,12 @@ def test_torchaos_layers_are_counted_in_float8() -> None:
     assert seen.took_effect
 
 
+def test_lazy_layers_are_made_by_the_step() -> None:
+    model = nn.Sequential(nn.LazyLinear(2))
+    mixed = MixedPrecision(model)
+    assert effective_dtypes(lambda: model(X).sum().backward(), asked=mixed).took_effect
+
+
 def test_a_step_without_products_says_so() -> None:
     seen = effective_dtypes(lambda: X + 1, asked="bfloat16")
     assert seen.verdict == "no product was counted in this step: nothing can be said"

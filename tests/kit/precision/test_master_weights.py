@@ -369,6 +369,11 @@ class TestRefusals:
         with pytest.raises(PrecisionError, match=words):
             make(nn.Linear(4, 4))
 
+    def test_lazy_layers_are_called_first(self) -> None:
+        model = nn.LazyLinear(2)
+        with pytest.raises(PrecisionError, match="call the model once, then MasterWeights"):
+            MasterWeights(model, torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
+
     def test_assigning_a_state_is_refused(self) -> None:
         model = nn.Linear(4, 4)
         MasterWeights(model, adamw(model))

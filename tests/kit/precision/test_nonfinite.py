@@ -195,6 +195,10 @@ def test_the_loss_of_a_module_is_found_by_its_name(name: str) -> None:
     assert (found.phase, found.op, found.loss_finite) == ("backward", "backward of sqrt", True)
 
 
+def test_lazy_layers_are_made_by_the_step() -> None:
+    assert find_nonfinite(nn.Sequential(nn.LazyLinear(2)), torch.ones(2, 4)) is None
+
+
 def test_uninitialised_memory_is_no_finding() -> None:
     def step(x: torch.Tensor) -> None:
         made = torch.empty(1000)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopwise.flops.call import Call
@@ -121,7 +122,8 @@ def effective_dtypes(
     if mixed is not None and module is None:
         module = mixed.module
     name = mixed.dtype if mixed is not None else asked
-    weights = {p.data_ptr() for p in module.parameters()} if module is not None else set()
+    params = list(module.parameters()) if module is not None else []
+    weights = {p.data_ptr() for p in params if not is_lazy(p)}
     with torch.compiler.set_stance("force_eager"), modules_of(module) as where:
         tally = _Tally(where, weights, str(name) if name else None)
         with tally:

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from flopwise.errors import PrecisionError
-from flopwise.kit.precision.weight_memory import WeightMemory, weight_memory
+from flopwise.kit.precision.weight_memory import PRODUCTS, WeightMemory, weight_memory
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-#: Layers whose products autocast makes in 16 bits, so that their weights are needed in no other dtype.
-_PRODUCTS = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
 #: On a 16-bit weight: its master.
 _MASTER = "_flopwise_master"
 
@@ -148,7 +147,7 @@ class MasterWeights:
         chosen = {}
         for name, parameter in self.model.named_parameters():
             others = {
-                type(m).__name__ for m in owners[id(parameter)] if not isinstance(m, _PRODUCTS)
+                type(m).__name__ for m in owners[id(parameter)] if not isinstance(m, PRODUCTS)
             }
             why = None
             if id(parameter) in keep:
@@ -194,6 +193,8 @@ def _check(model: nn.Module, dtype: str) -> None:
     if isinstance(model, (DistributedDataParallel, DataParallel)):
         raise PrecisionError(_WRAPPED.format(kind=type(model).__name__))
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise PrecisionError(f"{name} is not made yet: call the model once, then MasterWeights")
         if hasattr(parameter, "to_local"):
             raise PrecisionError(
                 f"{name} is sharded: FSDP keeps float32 shards itself (MixedPrecisionPolicy(param_dtype=torch.{dtype}))"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flopwise.flops.zero import VIEWS
@@ -68,13 +69,7 @@ def find_nonfinite(
     and made for one step. Compiled modules run eagerly.
     """
     root = module if module is not None else (step if isinstance(step, nn.Module) else None)
-    names = (
-        {t.data_ptr(): f"parameter {n}" for n, t in root.named_parameters()}
-        if root is not None
-        else {}
-    )
-    if root is not None:
-        names.update({t.data_ptr(): f"buffer {n}" for n, t in root.named_buffers() if t.numel()})
+    names = {} if root is None else _names(root)
     with kept(root), torch.compiler.set_stance("force_eager"), modules_of(root) as where:
         watch = _Watch(where, names)
         watch.came_in = _in_batch(batch)
@@ -82,6 +77,15 @@ def find_nonfinite(
             _run(step, batch, watch)
         watch.ended()
     return watch.result()
+
+
+def _names(root: nn.Module) -> dict[int, str]:
+    """Returns the names of a module's tensors by where their memory begins."""
+    named: list[tuple[str, torch.Tensor]] = [
+        (f"parameter {n}", t) for n, t in root.named_parameters()
+    ]
+    named += [(f"buffer {n}", t) for n, t in root.named_buffers()]
+    return {t.data_ptr(): name for name, t in named if not is_lazy(t) and t.numel()}
 
 
 def _run(step: Callable[..., Any] | nn.Module, batch: tuple[Any, ...], watch: _Watch) -> None:

@@ -12,6 +12,9 @@ from torch import nn
 from flopwise.kit.nested import tensors_in
 from flopwise.units import size
 
+#: Layers whose products autocast makes in 16 bits, so that their weights are needed in no other dtype.
+PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
+
 
 @dataclass(frozen=True)
 class WeightMemory:
@@ -87,11 +90,10 @@ def _bytes(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
 
 def _autocast(model: nn.Module) -> int:
     """Returns the bytes of the copies that autocast makes of float32 weights of products."""
-    products = (nn.Linear, nn.Bilinear, nn.modules.conv._ConvNd, nn.MultiheadAttention)
     found = {
         id(p): 2 * p.numel()
         for m in model.modules()
-        if isinstance(m, products)
+        if isinstance(m, PRODUCTS)
         for p in m.parameters(recurse=False)
         if p.dtype is torch.float32
     }
