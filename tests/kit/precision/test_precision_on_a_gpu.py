@@ -177,6 +177,17 @@ class TestScaler:
             assert [f.item() for f in found.values()] == [1.0]
             assert not math.isfinite(amaxes[0].item())
 
+    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+    def test_anything_not_finite_is_found_wherever_it_is(self, bad: float) -> None:
+        # a thread, a warp and a chunk of the kernel each take their part
+        at = [0, 1, 3, 4, 31, 32, 33, 511, 512, 2047, 2048, 65535, 65536, 99_998, 99_999]
+        for position in at:
+            grad = torch.ones(100_000, device=CUDA)
+            grad[position] = bad
+            found, amaxes = check([grad, torch.ones(7, device=CUDA)], CUDA)
+            assert [f.item() for f in found.values()] == [1.0], position
+            assert not math.isfinite(amaxes[0].item())
+
     def test_a_captured_step_follows_gradscalers_schedule(self) -> None:
         weight = nn.Parameter(torch.ones(8, device=CUDA))
         optimizer = torch.optim.AdamW([weight], 1e-2, fused=True, capturable=True)

@@ -16,7 +16,6 @@ from flopwise.kit.precision.statistics import (
     FLOAT16_ZERO,
     by_device,
     gradients,
-    joined,
     largest,
     power_of_two_below,
     scale_for,
@@ -59,16 +58,6 @@ def test_the_largest_is_over_dtypes_and_empty_tensors() -> None:
     assert found is not None
     assert (found.item(), found.dtype) == (7.0, torch.float32)
     assert largest([[torch.empty(0)]]) is None
-
-
-def test_scalars_of_one_storage_are_joined_without_a_copy() -> None:
-    together = torch.tensor([5.0, 1.0, 7.0, 3.0])
-    side_by_side = joined(list(together)[1:])
-    assert side_by_side.tolist() == [1.0, 7.0, 3.0]
-    assert side_by_side.data_ptr() == together[1].data_ptr()
-    assert joined([torch.tensor(1.0), torch.tensor(2.0)]).tolist() == [1.0, 2.0]
-    assert joined([together[0], together[2]]).tolist() == [5.0, 7.0]
-    assert joined([together[3]]).tolist() == [3.0]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

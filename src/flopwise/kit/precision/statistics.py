@@ -61,22 +61,11 @@ def largest(groups: Iterable[Sequence[torch.Tensor]]) -> torch.Tensor | None:
     for tensors in groups:
         filled = [t for t in tensors if t.numel()]
         if filled:
-            maxima.append(joined(torch._foreach_norm(filled, float("inf"))).amax().float())
+            norms = torch._foreach_norm(filled, float("inf"))
+            maxima.append(torch.stack(list(norms)).amax().float())
     if not maxima:
         return None
     return torch.stack(maxima).amax() if len(maxima) > 1 else maxima[0]
-
-
-def joined(scalars: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns scalars as one tensor: without a copy where they lie side by side in one storage, as CUDA's norms do."""
-    first, last = scalars[0], scalars[-1]
-    side_by_side = (
-        first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-        and last.storage_offset() - first.storage_offset() == len(scalars) - 1
-    )
-    if side_by_side:
-        return first.as_strided((len(scalars),), (1,), first.storage_offset())
-    return torch.stack(list(scalars))
 
 
 def power_of_two_below(x: torch.Tensor) -> torch.Tensor:
