@@ -29,8 +29,9 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
             if grad is None:
                 continue
             if grad.is_sparse:
-                grad = grad._values()
-            found.append(local(grad))
+                found.append(grad._values())
+            else:
+                found.append(grad if type(grad) is torch.Tensor else local(grad))
     return found
 
 
