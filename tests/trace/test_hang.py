@@ -259,3 +259,17 @@ def test_any_part_may_be_odd() -> None:
     odd = [call(1, profiling_name=""), call(-5), call(2, group=""), call(3, input_sizes=(), output_sizes=((),))]  # fmt: skip
     for some in itertools.permutations(odd, 2):
         stuck([dump(0, some), dump(1, some[:1])])
+
+
+def test_a_sentence_has_an_end() -> None:
+    long = {"group": "g" * 5000, "group_desc": "d" * 5000, "input_sizes": ((1,) * 5000,) * 2}
+    dumps = [
+        dump(0, [call(1, done=False, **long)], groups=()),
+        dump(1, [call(1, **long)], groups=()),
+    ]
+    (found,) = stuck(dumps)
+    assert (
+        f"call 1 of group '{'g' * 200}…' ({'d' * 200}), all_reduce 1x1x1x1x1x1x1x1x…"
+        in found.evidence
+    )
+    assert len(found.evidence) < 1000

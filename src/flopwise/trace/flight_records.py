@@ -7,7 +7,9 @@ import re
 from dataclasses import dataclass, field
 
 #: How sends and receives name themselves: ranks of the group, not of the job.
-P2P = re.compile(r"(?:\w+:)?(?P<kind>send|recv)\s+(?P<own>\d+)(?P<way>->|<-)(?P<other>\d+)")
+P2P = re.compile(
+    r"(?:\w+:)?(?P<kind>send|recv)\s+(?P<own>[0-9]{1,9})(?P<way>->|<-)(?P<other>[0-9]{1,9})(?![0-9])"
+)
 
 
 @dataclass(frozen=True)

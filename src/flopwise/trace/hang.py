@@ -15,6 +15,8 @@ from flopwise.trace.stream import TraceError
 #: torch/distributed/flight_recorder/components/types.py, `Op.match`.
 _UNEVEN_IN = re.compile(r"scatter$|all_?to_?all|_v\b|allgatherv|coalesced|barrier")
 _UNEVEN_OUT = re.compile(r"(?<!all_)(?<!all)gather$|all_?to_?all|_v\b|coalesced|barrier")
+#: So much of a group's name, and so many sizes of a tensor, are said: characters, dimensions.
+LONGEST_NAME, MOST_SIZES = 200, 8
 
 
 @dataclass(frozen=True)
@@ -122,10 +124,19 @@ def _mismatched(called: dict[int, Entry]) -> dict[int, str]:
 def _words(entry: Entry) -> str:
     sizes = entry.input_sizes or entry.output_sizes
     dtypes = entry.input_dtypes or entry.output_dtypes
-    shown = ", ".join("x".join(map(str, one)) or "scalar" for one in sizes[:3])
+    shown = ", ".join(map(_shape, sizes[:3]))
     more = f" and {len(sizes) - 3} more" if len(sizes) > 3 else ""
     kinds = "/".join(dict.fromkeys(dtypes[:8]))
     return " ".join(filter(None, (entry.op, shown + more, kinds)))
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    more = "x…" if len(sizes) > MOST_SIZES else ""
+    return "x".join(map(str, sizes[:MOST_SIZES])) + more or "scalar"
+
+
+def _named(group: str) -> str:
+    return repr(group if len(group) <= LONGEST_NAME else group[:LONGEST_NAME] + "…")
 
 
 def _told(
@@ -137,7 +148,7 @@ def _told(
     )
     no_dump = tuple(r for r in group.ranks if r not in by_rank)
     at = {rank: _at(by_rank[rank]) for rank in behind}
-    name = f"group {group.name!r}" + (f" ({group.desc})" if group.desc else "")
+    name = f"group {_named(group.name)}" + (f" ({group.desc[:LONGEST_NAME]})" if group.desc else "")
     said = [f"call {number} of {name}, {_words(usual)}"]
     if other:
         verdict = "mismatched"
@@ -190,7 +201,7 @@ def _at(dump: Dump) -> str:
         first = dump.open[0]
         number = first.p2p_seq_id if first.is_p2p else first.collective_seq_id
         place = f" at {first.where}" if first.where else ""
-        return f"in call {number} of group {first.group!r}, {_words(first)}{place}"
+        return f"in call {number} of group {_named(first.group)}, {_words(first)}{place}"
     if dump.entries and dump.entries[-1].where:
         return f"in no call; its last one was at {dump.entries[-1].where}"
     return "in no call"
@@ -212,7 +223,7 @@ def _unpaired(groups: Sequence[Members], by_rank: dict[int, Dump]) -> list[Stuck
                 continue
             at = {peer: _at(by_rank[peer])} if peer in by_rank else {}
             no_dump = () if peer in by_rank else (peer,)
-            said = f"rank {rank} waits in {entry.op} of group {entry.group!r}"
+            said = f"rank {rank} waits in {entry.op} of group {_named(entry.group)}"
             said += f"; rank {peer} is {at[peer]}" if at else f"; rank {peer} has no dump"
             found[key] = Stuck(
                 group=entry.group,
