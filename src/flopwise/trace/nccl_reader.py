@@ -241,9 +241,9 @@ class Reader:
             if len(values) > 1:
                 yield f"{name} is not the same on all ranks: {', '.join(list(values)[:4])}"
         if not comms:
-            yield "no communicator is in the log: NCCL_DEBUG=INFO with the subsystem patterns.INIT says so"
+            yield "no communicator is in the log: NCCL_DEBUG=INFO with the subsystem INIT says so"
         if self._kept.unkept:
-            yield f"{self._kept.unkept} things were beyond the limits of what is kept"
+            yield f"{self._kept.unkept} communicators, connections and warnings are beyond the limits of what is kept, and not counted"
 
 
 def _unpacked(line: str) -> list[str]:
