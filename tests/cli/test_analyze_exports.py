@@ -142,3 +142,25 @@ def test_a_database_of_others_cannot_be_compared(
         database.execute("CREATE TABLE users (name)")
     assert main(["compare", str(path), str(path)]) == 2
     assert "no export of Nsight Systems" in capsys.readouterr().err
+
+
+def test_a_process_that_hardly_computes_is_no_rank_and_is_named(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernels = "CUPTI_ACTIVITY_KIND_KERNEL"
+    with sqlite3.connect(job) as database:
+        columns = [of[1] for of in database.execute(f"PRAGMA table_info({kernels})")]
+        moved = [f"{one} + (2 << 24)" if one == "globalPid" else one for one in columns]
+        of_10 = "WHERE (globalPid >> 24) & 16777215 = 10"
+        for _ in range(2):  # so many that one kernel is few
+            database.execute(f"INSERT INTO {kernels} SELECT * FROM {kernels} {of_10}")
+        database.execute(
+            f"INSERT INTO {kernels} SELECT {', '.join(moved)} FROM {kernels} {of_10} LIMIT 1"
+        )
+    assert main(["analyze", str(job), "--json", "-"]) == 1  # kernels lie over one another
+    record = json.loads(capsys.readouterr().out)
+    assert [one["rank"] for one in record["ranks"]] == [0, 1]
+    assert (
+        f"{job}: 1 more ran fewer than 5% of the busiest one's kernels, and are taken for no rank: process 12"
+        in record["notes"]
+    )

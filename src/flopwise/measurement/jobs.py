@@ -28,6 +28,7 @@ from flopwise.trace.flight_records import Dump
 from flopwise.trace.nccl_log import read_nccl_log
 from flopwise.trace.nccl_records import NcclLog
 from flopwise.trace.nsys import notes_of, read_nsys
+from flopwise.trace.nsys_processes import HELPER_FRAC
 from flopwise.trace.source import ITS_ORDER, THE_FILE, Source, Sources
 from flopwise.trace.sources import settled, with_rank
 from flopwise.trace.stream import TraceError
@@ -195,6 +196,13 @@ def _processes(sources: Sequence[Source]) -> Iterator[str]:
             f"{path}: {len(ranks)} processes in it train, and each is a rank: {', '.join(said)}"
             f"{', ...' if len(ranks) > SHOWN else ''}; {how}"
         )
+        few = ranks[0].helpers
+        if few:
+            pids = ", ".join(str(one.pid) for one in few[:SHOWN])
+            yield (
+                f"{path}: {len(few)} more ran fewer than {HELPER_FRAC:.0%} of the busiest one's kernels, and are taken for no rank: "
+                f"process {pids}{', ...' if len(few) > SHOWN else ''}"
+            )
 
 
 def analyse(sources: Sources) -> JobRecord:
