@@ -214,6 +214,10 @@ def test_a_dump_or_log_that_cannot_be_read_takes_nothing_with_it(folder: Path) -
     (lost,) = [note for note in job.notes if "left out" in note]
     assert lost.startswith(f"{folder / 'fr_1'}: no dump of the flight recorder: ")
     assert "1 dump of flight recorders: all 2 calls in them ended" in job.notes
+    assert job.sources == [
+        *(str(folder / f"rank{n}.json") for n in range(RANKS)),
+        str(folder / "fr_0"),
+    ]
 
 
 def test_where_nothing_else_is_given_a_dump_that_cannot_be_read_is_the_error(

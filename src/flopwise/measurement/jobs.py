@@ -137,7 +137,12 @@ def conclude(sources: Sources, ranks: Sequence[RankSummary]) -> JobRecord:
     if not hung and (calls := ended(beside.dumps)) is not None:
         notes.append(calls)
     record = job_of(ranks, [*notes, *said])
-    return replace(record, findings=[*hung, *record.findings, *more])
+    read = [*record.sources, *(one.path for one in (*beside.dumps, *beside.logs))]
+    return replace(
+        record,
+        sources=list(dict.fromkeys(read)),
+        findings=[*hung, *record.findings, *more],
+    )
 
 
 @dataclass(frozen=True)
