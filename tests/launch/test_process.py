@@ -116,7 +116,7 @@ def ours(in_folder: Path) -> Iterator[Ours]:
 
 def wait_for(path: Path, content: str = "", least_s: float = 0.0) -> str:
     """Returns what is in a file once it is there and holds at least `content`."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60  # where the machine has other work, too
     while not path.exists() or len(path.read_text()) < len(content):
         assert time.monotonic() < deadline, f"{path.name} stays away"
         time.sleep(0.01)
