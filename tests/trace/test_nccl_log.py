@@ -365,3 +365,15 @@ def test_random_damage(tmp_path: Path) -> None:
         except TraceError:
             continue
         assert log.lines >= log.nccl_lines > 0
+
+
+def test_variables_that_differ_without_end_are_some_and_a_number(read) -> None:  # type: ignore[no-untyped-def]
+    texts = [
+        line
+        for n in range(nccl_reader.MOST_DIFFERING + 2)
+        for value in ("A" * 300, "B")
+        for line in lines(0, f"NCCL_V{n} set by environment to {value}")
+    ]
+    notes = [note for note in read(texts).notes if "not the same" in note]
+    assert notes[0] == f"NCCL_V0 is not the same on all ranks: {'A' * 100}, B"
+    assert notes[nccl_reader.MOST_DIFFERING :] == ["2 more variables are not the same on all ranks"]

@@ -179,3 +179,12 @@ def test_dumps_without_a_hang_are_said_to_have_none() -> None:
         "1 dump of flight recorders: 1 of 2 calls in them did not end, and for what they wait is not known"
     )
     assert ended([]) is None
+
+
+def test_names_without_end_are_few_in_a_sentence(tmp_path: Path) -> None:
+    lines = [f"{HEAD}Channel 00/0 : {k}[0] -> 9[0] via P2P/way{k}" for k in range(SHOWN + 2)]
+    lines += [f"{HEAD}NCCL version 2.{k}.0" for k in range(SHOWN + 3)]
+    _, notes = routes([log(tmp_path, *lines)])
+    assert notes[0].endswith(f"P2P/way{SHOWN - 1} 1 and 2 more")
+    assert "NCCL 2.0.0, 2.1.0, 2.2.0, 2.3.0, 2.4.0, 2.5.0, 2.6.0, 2.7.0 and 3 more, " in notes[0]
+    assert any(note.endswith("versions of NCCL: 2.0.0, 2.1.0, 2.2.0, 2.3.0") for note in notes)

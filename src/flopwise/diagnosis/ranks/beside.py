@@ -82,10 +82,9 @@ def routes(logs: Sequence[NcclLog]) -> tuple[list[Finding], list[str]]:
     found: list[Finding] = []
     notes: list[str] = []
     for log in logs:
-        through = ", ".join(f"{name} {n}" for name, n in log.transports.items()) or "none is named"
-        notes.append(
-            f"{log.path}: NCCL {', '.join(log.versions) or 'of a version that it does not say'}, connections through {through}"
-        )
+        through = _few([f"{name} {n}" for name, n in log.transports.items()]) or "none is named"
+        versions = _few(log.versions) or "of a version that it does not say"
+        notes.append(f"{log.path}: NCCL {versions}, connections through {through}")
         notes += [f"{log.path}: {said}" for said in _doubts(log)]
         notes += [
             f"{log.path}: NCCL warned {one.count} times: {one.text[:200]}"
@@ -112,6 +111,11 @@ def routes(logs: Sequence[NcclLog]) -> tuple[list[Finding], list[str]]:
                 )
             )
     return found, notes
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def _doubts(log: NcclLog) -> Iterator[str]:
