@@ -145,13 +145,15 @@ def _check_targets(args: argparse.Namespace) -> None:
     Raises:
         UsageError: it would be.
     """
+    from flopwise.records.rank import PROFILE_FOLDER
+
     taken = {}
-    folders = []
+    folders: list[str] = []  # whose files are what is compared: of a run its report may be replaced
     for path in (args.old, args.new):
         record = path / "run.json" if os.path.isdir(path) else path
         taken[os.path.realpath(record)] = f"{path} itself"
-        if _is_a_job(path):
-            folders.append(os.path.realpath(path))
+        kept = (path,) if _is_a_job(path) else (path / "ranks", path / PROFILE_FOLDER)
+        folders += [os.path.realpath(one) for one in kept]
     for option, target in (("--json", args.json), ("--html", args.html)):
         if target is None or str(target) == "-" or not is_file_or_new(target):
             continue
