@@ -188,3 +188,16 @@ def test_names_without_end_are_few_in_a_sentence(tmp_path: Path) -> None:
     assert notes[0].endswith(f"P2P/way{SHOWN - 1} 1 and 2 more")
     assert "NCCL 2.0.0, 2.1.0, 2.2.0, 2.3.0, 2.4.0, 2.5.0, 2.6.0, 2.7.0 and 3 more, " in notes[0]
     assert any(note.endswith("versions of NCCL: 2.0.0, 2.1.0, 2.2.0, 2.3.0") for note in notes)
+
+
+def test_sends_that_cross_are_not_the_network() -> None:
+    found = hangs(
+        [
+            dump(0, {**OPEN, "profiling_name": "nccl:send 0->1", "is_p2p": True}),
+            dump(1, {**OPEN, "profiling_name": "nccl:send 1->0", "is_p2p": True}),
+        ]
+    )
+    assert [one.advice for one in found] == [
+        "look at what rank 1 does instead of the other half of it",
+        "look at what rank 0 does instead of the other half of it",
+    ]

@@ -67,8 +67,8 @@ def _cure(one: Stuck) -> str:
             f"look at the device of {listed(one.waiting)}, where it did not end as it did on the others: an error that stops a "
             "device (Xid in dmesg), or work before it on the device that does not end"
         )
-    if one.idle:
-        return f"look at what {listed(one.idle)} does instead of the other half of it"
+    if one.at:  # a send or a receive
+        return f"look at what {listed(tuple(one.at))} does instead of the other half of it"
     if one.no_dump:
         return (
             f"see whether {listed(one.no_dump)} still {'runs' if len(one.no_dump) == 1 else 'run'}, and find the dumps: whether the call "
