@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -332,3 +332,20 @@ def test_a_call_that_is_left_out_is_not_one_that_was_not_come_to() -> None:
         ]
     )
     assert "rank 1 has later calls, to 3, and not this one, and is in call 3" in found.evidence
+
+
+class Counted(tuple[Entry, ...]):
+    """Entries that count how often they are gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_many_groups_take_no_time() -> None:
+    entries = Counted(call(1, done=False, group=str(n), record_id=n) for n in range(300))
+    dumps = [dataclasses.replace(dump(r, [], groups=()), entries=entries) for r in (0, 1)]
+    assert len(stuck(dumps)) == 300
+    assert entries.times < 20  # and not once for each group

@@ -104,7 +104,7 @@ class Dump:
         """The calls that did not end."""
         return tuple(entry for entry in self.entries if not entry.done)
 
-    @property
+    @functools.cached_property
     def only_open(self) -> bool:
         """Whether calls that ended are most likely left out, as programs can ask of the recorder: none is in it, and some were made."""
         if any(entry.done for entry in self.entries):
