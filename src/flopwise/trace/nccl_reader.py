@@ -71,7 +71,8 @@ class Reader:
     def _message(self, match: re.Match[str], text: str) -> None:
         host = match["host"]
         if host not in self._hosts and match.start():  # the rest of another line may be before it
-            host = next((known for known in self._hosts if host.endswith(known)), host)
+            ends = (host[k:] for k in range(1, len(host)))
+            host = next((end for end in ends if end in self._hosts), host)
         self._note(self._hosts, host)
         speaker = Speaker(host, int(match["pid"]), int(match["tid"]), int(match["device"]))
         if not text.startswith("Trees"):
