@@ -137,10 +137,10 @@ def conclude(sources: Sources, ranks: Sequence[RankSummary]) -> JobRecord:
     if not hung and (calls := ended(beside.dumps)) is not None:
         notes.append(calls)
     record = job_of(ranks, [*notes, *said])
-    read = [*record.sources, *(one.path for one in (*beside.dumps, *beside.logs))]
+    read = [one.path for one in beside.dumps] + [one.path for one in beside.logs]
     return replace(
         record,
-        sources=list(dict.fromkeys(read)),
+        sources=list(dict.fromkeys([*record.sources, *read])),
         findings=[*hung, *record.findings, *more],
     )
 
