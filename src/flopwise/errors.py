@@ -52,3 +52,19 @@ class PlanError(FlopwiseError):
 
 class AttachError(FlopwiseError):
     """A hook that the meter leans on is not there in this torch."""
+
+
+class InputError(FlopwiseError):
+    """Batches cannot be moved, handed out or resumed as asked (kit.input)."""
+
+
+class ConsistencyError(InputError):
+    """A batch on the device is not the batch that was sent there."""
+
+
+class FlopwiseWarning(UserWarning):
+    """Something is done the plain way, and this says why; each is given once."""
+
+
+class MemoryWarning(FlopwiseWarning):
+    """A model was run to be measured and is not what it was, and this says in what (kit.memory)."""

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, namedtuple
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 
-from flopwise.kit.nested import map_tensors, tensors_in
+from flopwise.kit.nested import NotRebuiltError, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -49,3 +50,20 @@ class TestTrees:
     def test_where_nothing_changes_the_object_stays(self) -> None:
         tree = {"a": [torch.ones(1)], "b": Pair(1, 2)}
         assert map_tensors(tree, lambda t: t) is tree
+
+    def test_a_mapping_that_cannot_be_changed_is_built_anew(self) -> None:
+        tree = MappingProxyType({"k": torch.ones(1)})
+        new = map_tensors(tree, lambda t: t + 1)
+        assert type(new) is MappingProxyType
+        assert float(new["k"]) == 2
+
+    def test_a_type_that_cannot_be_built_again_is_named(self) -> None:
+        class Fixed(list):  # type: ignore[type-arg]
+            def __init__(self) -> None:
+                super().__init__([torch.ones(1)])
+
+        with pytest.raises(
+            NotRebuiltError, match=r"Fixed cannot be built again from its parts \(TypeError"
+        ):
+            map_tensors(Fixed(), lambda t: t + 1)
+        assert len(map_tensors(Fixed(), lambda t: t)) == 1

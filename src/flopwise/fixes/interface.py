@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from flopwise.meter.limits import usable_cores
+from flopwise.hardware.limits import usable_cores
 from flopwise.meter.replay import Snapshot
 from flopwise.records.verdict import Parity
 

@@ -4,41 +4,47 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Yields every tensor in nested lists, tuples, mappings and dataclasses."""
-    if isinstance(tree, torch.Tensor):
+class NotRebuiltError(TypeError):
+    """A container type whose constructor does not take its parts."""
+
+
+def tensors_in(tree: Any, kind: type = torch.Tensor) -> Iterator[Any]:
+    """Yields every tensor (or leaf of another kind) in nested lists, tuples, mappings and dataclasses."""
+    if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from tensors_in(value)
+            yield from tensors_in(value, kind)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from tensors_in(value)
+            yield from tensors_in(value, kind)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, field.name))
+            yield from tensors_in(getattr(tree, field.name), kind)
 
 
-def map_tensors(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Returns the tree with every tensor replaced; a tree in which nothing changes is returned as it is."""
-    if isinstance(tree, torch.Tensor):
+def map_tensors(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
+    """Returns the tree with every tensor (or leaf of another kind) replaced; the same tree where nothing changes."""
+    if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, Mapping):
-        return _rebuilt(tree, {k: map_tensors(v, change) for k, v in tree.items()})
+        return _rebuilt(tree, {k: map_tensors(v, change, kind) for k, v in tree.items()})
     if isinstance(tree, (list, tuple)):
-        items = [map_tensors(v, change) for v in tree]
+        items = [map_tensors(v, change, kind) for v in tree]
         if all(a is b for a, b in zip(items, tree, strict=True)):
             return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        return _made(
+            tree, lambda: type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        )
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
-        changed = {n: new for n, v in old.items() if (new := map_tensors(v, change)) is not v}
+        changed = {n: new for n, v in old.items() if (new := map_tensors(v, change, kind)) is not v}
         if not changed:
             return tree
         twin = copy.copy(tree)
@@ -54,7 +60,28 @@ def _rebuilt(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return tree
     if type(tree) is dict:
         return items
+    return _made(tree, lambda: _with_items(tree, items))
+
+
+def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if not isinstance(tree, MutableMapping):
+        return type(tree)(items)  # type: ignore[call-arg]
     twin = copy.copy(tree)
     for key, value in items.items():
-        twin[key] = value  # type: ignore[index]
+        twin[key] = value
     return twin
+
+
+def _made(tree: Any, make: Callable[[], Any]) -> Any:
+    """Returns what `make` makes of the tree's parts.
+
+    Raises:
+        NotRebuiltError: the type cannot be built so.
+    """
+    try:
+        return make()
+    except Exception as error:
+        raise NotRebuiltError(
+            f"a {type(tree).__qualname__} cannot be built again from its parts "
+            f"({type(error).__name__}: {error})"
+        ) from error

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from flopwise.hardware.limits import usable_cores
 from flopwise.meter import threads
-from flopwise.meter.limits import usable_cores
 from flopwise.meter.patches import Patches
 from flopwise.meter.switches import Switches
 from flopwise.meter.where import caller

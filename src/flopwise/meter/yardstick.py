@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.modules.conv import _ConvNd
 
-from flopwise.meter import limits
+from flopwise.hardware import limits
 from flopwise.meter.found import compiled_parts
 from flopwise.meter.replay import Outcome, Replay, Snapshot, distance
 

@@ -23,10 +23,10 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from flopwise.fixes.catalog import loader_workers
-from flopwise.fixes.catalog.loader_workers import LoaderWorkers, choose_workers
+from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.interface import Declined, Eligible, Scene
-from flopwise.meter import limits
+from flopwise.hardware import limits
+from flopwise.kit.input.worker_count import choose_workers
 
 ORIGINAL = _SingleProcessDataLoaderIter._next_data
 
@@ -184,7 +184,7 @@ class TestDeclines:
         assert "spawn" in answer.reason
 
     def test_without_memory_for_a_worker(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loader_workers.limits, "available_memory_bytes", lambda: 1000)
+        monkeypatch.setattr(limits, "available_memory_bytes", lambda: 1000)
         answer = LoaderWorkers().check(scene(DataLoader(Squares())))
         assert isinstance(answer, Declined)
         assert "memory" in answer.reason
@@ -192,7 +192,7 @@ class TestDeclines:
     def test_without_shared_memory_for_the_batches(
         self, monkeypatch: pytest.MonkeyPatch, apply: Any
     ) -> None:
-        monkeypatch.setattr(loader_workers.limits, "free_shared_memory_bytes", lambda: 10)
+        monkeypatch.setattr(limits, "free_shared_memory_bytes", lambda: 10)
         loader = DataLoader(Squares())
         applied = apply(loader)
         drain(loader)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +13,12 @@ from torch.utils.data.distributed import DistributedSampler
 from flopwise.fixes.feed import PREFETCH, Feed
 from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, share_reason
 from flopwise.fixes.loader_setting import LoaderSetting, fingerprint
+from flopwise.kit.input.worker_count import (
+    choose_workers,
+    most_workers_by_memory,
+    shared_memory_problem,
+)
 from flopwise.kit.nested import tensors_in
-from flopwise.meter import limits
 from flopwise.meter.parity import compare_batches
 from flopwise.meter.replay import Snapshot
 from flopwise.records.verdict import Parity
@@ -195,37 +198,11 @@ class _NextData:
             _SingleProcessDataLoaderIter._next_data = self._original  # type: ignore[method-assign]
 
 
-def choose_workers(data_frac: float, waits: bool, cores: int) -> int:
-    """Returns how many workers the measured waiting needs, between 1 and the cores.
-
-    Loading takes `data_frac` of a step and the rest takes 1 - data_frac; n workers load one batch every
-    data_frac / n, so ceil(data_frac / (1 - data_frac)) of them keep up. Where loading computes (`waits` is false) one
-    core is left to training.
-    """
-    rest = max(1.0 - data_frac, 1e-3)
-    needed = math.ceil(round(data_frac / rest, 6))
-    most = cores if waits else max(1, cores - 1)
-    return max(1, min(needed, most))
-
-
-def most_workers_by_memory() -> int:
-    """Returns how many workers fit into the free memory if each grew to the size of this process."""
-    available, resident = limits.available_memory_bytes(), limits.resident_bytes()
-    if available is None or not resident:
-        return 1 << 16
-    return available // resident
-
-
 def _shared_memory_problem(feed: Feed, workers: int) -> str | None:
     """Returns why shared memory would not hold the batches in flight (twice over), or None."""
-    free = limits.free_shared_memory_bytes()
-    if free is None or not feed.captured:
+    if not feed.captured:
         return None
-    batch_bytes = max(_bytes_of(c.data) for c in feed.captured)
-    needed = 2 * PREFETCH * workers * batch_bytes
-    if needed <= free:
-        return None
-    return f"/dev/shm has {free >> 20} MiB free, batches in flight need {needed >> 20} MiB"
+    return shared_memory_problem(max(_bytes_of(c.data) for c in feed.captured), workers, PREFETCH)
 
 
 def _bytes_of(batch: Any) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flopwise.meter import limits
+from flopwise.hardware import limits
 
 
 @pytest.fixture

@@ -1,0 +1,50 @@
+"""A batch on its way from the loader to the loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flopwise.kit.input.findings import Stamp
+
+
+@dataclass
+class Counts:
+    """How the bytes of plain tensors went to the device; a host copy is one by this process, after the worker's."""
+
+    moved_bytes: int = 0
+    host_copied_bytes: int = 0
+    in_place_batches: int = 0  # read by the copy engine where they lay
+    staged_batches: int = 0  # through the page-locked ring
+    plain_batches: int = 0  # pageable, copied by the driver
+
+
+@dataclass
+class Sent:
+    """One batch: as it is handed to the loop, and what is needed to know that it is whole."""
+
+    number: int  # of this pass over the loader
+    batch: Any
+    buffer: int = -1  # which of the ring, or slot of the pool
+    step: int = -1  # of all batches handed over
+    event: Any = None  # passes when it is on the device
+    stamp: Stamp | None = None  # with consistency: what was sent
+    header: torch.Tensor | None = None  # number, time and checksum as they came along
+    raw: list[torch.Tensor] = field(default_factory=list)  # its tensors as they were sent
+    versions: list[int] = field(default_factory=list)
+
+    def keep(self, raw: list[torch.Tensor], header: torch.Tensor | None) -> None:
+        """Keeps what checks need."""
+        self.raw, self.header = raw, header
+        self.versions = [_version(tensor) for tensor in raw]
+
+    def unchanged(self) -> bool:
+        """Returns whether neither the loop nor a transform has written to the tensors through torch."""
+        return self.versions == [_version(tensor) for tensor in self.raw]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Returns torch's count of writes; 0 for tensors made in inference mode, which have none."""
+    return 0 if tensor.is_inference() else tensor._version

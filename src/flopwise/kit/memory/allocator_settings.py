@@ -1,0 +1,212 @@
+"""Allocator settings as measured choices: each in fresh processes, in turns, and none where it is known to do harm."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flopwise.kit.memory.allocator_counters import AllocatorState
+from flopwise.kit.memory.interleaved import FEWEST_ROUNDS, ratio_of
+from flopwise.kit.memory.settings_comparison import (
+    DEFAULT,
+    Run,
+    SettingsComparison,
+    SettingsError,
+)
+
+#: The second is the newer name of the first. torch reads either; they are set alike, so that it does not matter which.
+#: Source: c10/core/AllocatorConfig.h and c10/cuda/CUDAAllocatorConfig.h of torch 2.13.
+NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+#: What is tried, by what it is for. The last does something only in a process that limits its share of memory
+#: (`torch.cuda.set_per_process_memory_fraction`). Source: documentation of CUDA semantics, "Memory management", for the
+#: values; c10/cuda/CUDACachingAllocator.cpp (`set_fraction &&`) for the limit.
+CANDIDATES: Mapping[str, str] = {
+    "expandable segments": "expandable_segments:True",
+    "cudaMallocAsync": "backend:cudaMallocAsync",
+    "round up": "roundup_power2_divisions:8",
+    "collect from 80 %": "garbage_collection_threshold:0.8",
+}
+_OWN = "own_allocator:"
+#: From this on, a loss differs by more than another order of sums explains. Our choice.
+MOST_LOSS_FRAC = 0.01
+
+
+def own_settings(pool_bytes: int) -> dict[str, str]:
+    """Returns two more settings: the 256-byte allocator of `own_allocator`, without a pool and with one by pointer."""
+    return {"256-byte allocator": f"{_OWN}0", "pool by pointer": f"{_OWN}{pool_bytes}"}
+
+
+def environment(setting: str | None, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Returns an environment in which torch's allocator has this setting and no other; None: torch's defaults."""
+    env = dict(os.environ if base is None else base)
+    for name in (*NAMES, "PYTORCH_HIP_ALLOC_CONF"):
+        env.pop(name, None)
+    if setting is not None and not setting.startswith(_OWN):
+        env.update(dict.fromkeys(NAMES, setting))
+    return env
+
+
+def settings_now(env: Mapping[str, str] | None = None) -> str | None:
+    """Returns the setting that this process' environment asks for."""
+    env = os.environ if env is None else env
+    return next((env[name] for name in NAMES if name in env), None)
+
+
+def reasons_against(
+    setting: str,
+    *,
+    cuda_graphs: bool = False,
+    nccl_user_buffers: bool = False,
+    cuda: bool | None = None,
+) -> str | None:
+    """Returns why a setting is not tried, or None.
+
+    Source: pytorch/pytorch#158029 (hangs with graphs and peer-to-peer), uccl-project/uccl#839 (registration of
+    expandable memory); the private pools of graphs are the native backend's (CUDA semantics, memory management).
+    """
+    if not (torch.cuda.is_available() if cuda is None else cuda):
+        return "there is no CUDA device, whose memory it is about"
+    if "expandable_segments:true" in setting.lower().replace(" ", ""):
+        if cuda_graphs:
+            return (
+                "expandable segments are not combined with CUDA graphs: jobs of several GPUs hung"
+            )
+        if nccl_user_buffers:
+            return "expandable segments cannot be registered as NCCL's user buffers everywhere"
+        if sys.platform == "win32":
+            return "expandable segments need Linux"
+    if cuda_graphs and ("cudaMallocAsync" in setting or setting.startswith(_OWN)):
+        return "the pools of CUDA graphs are kept by the native backend"
+    return None
+
+
+def compare_settings(
+    target: str | Sequence[str] | Callable[[], Callable[[], object]],
+    settings: Mapping[str, str] | None = None,
+    *,
+    rounds: int = FEWEST_ROUNDS,
+    steps: int = 20,
+    warmup: int = 5,
+    cuda_graphs: bool = False,
+    nccl_user_buffers: bool = False,
+    timeout_s: float = 600,
+    cuda: bool | None = None,
+) -> SettingsComparison:
+    """Measures each setting in fresh processes, in turns, and returns what came of it; `best` names the one to keep.
+
+    Args:
+        target: "module:function", "file.py:function" or such a function itself: it builds a training and returns the
+            function that runs one step, which may return its loss. Or the words of a command that runs a script:
+            `["train.py", "--epochs", "1"]`.
+        settings: by name; default `CANDIDATES`. What the processes run with now is measured as "as it is".
+        rounds: fresh processes a setting, at least 3.
+        cuda_graphs, nccl_user_buffers: whether the training uses them: some settings are left out then.
+
+    Raises:
+        SettingsError: the training fails under every setting, or the function cannot be found again.
+    """
+    spec = _spec(target, steps, warmup)
+    result = SettingsComparison()
+    tried: dict[str, str | None] = {DEFAULT: settings_now()}
+    for name, setting in (CANDIDATES if settings is None else settings).items():
+        why = reasons_against(
+            setting, cuda_graphs=cuda_graphs, nccl_user_buffers=nccl_user_buffers, cuda=cuda
+        )
+        if why:
+            result.declined[name] = why
+        else:
+            tried[name] = result.settings[name] = setting
+    for index in range(max(rounds, FEWEST_ROUNDS)):
+        for name in list(tried) if index % 2 == 0 else reversed(tried):
+            if name in result.failed:
+                continue
+            run = _run(spec, tried[name], timeout_s)
+            if isinstance(run, Run):
+                result.runs.setdefault(name, []).append(run)
+            else:
+                result.failed[name] = run
+                result.runs.pop(name, None)
+    if not result.runs:
+        raise SettingsError(
+            f"the training fails under every setting; as it is: {result.failed[DEFAULT]}"
+        )
+    _judge(result)
+    return result
+
+
+def _judge(result: SettingsComparison) -> None:
+    """Adds the ratios, and takes out what changes the loss."""
+    base = result.runs.get(DEFAULT)
+    if base is None:
+        return
+    for name, runs in list(result.runs.items()):
+        if name == DEFAULT:
+            continue
+        old, new = base[-1].loss, runs[-1].loss
+        if old is not None and not (new is not None and _close(old, new)):
+            result.failed[name] = f"its loss is {new}, and {old} as it is"
+            del result.runs[name]
+            continue
+        result.ratios[name] = ratio_of([run.step_s for run in base], [run.step_s for run in runs])
+
+
+def _close(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=MOST_LOSS_FRAC) or (math.isnan(a) and math.isnan(b))
+
+
+def _spec(target: Any, steps: int, warmup: int) -> dict[str, Any]:
+    """Returns what a fresh process is told to run."""
+    if callable(target):
+        module, name = target.__module__, target.__qualname__
+        if "<locals>" in name or "." in name:
+            raise SettingsError(
+                f"{name} is made inside something else: a fresh process cannot find it"
+            )
+        if module == "__main__":
+            module = os.path.abspath(str(getattr(sys.modules["__main__"], "__file__", "")))
+            if not os.path.isfile(module):
+                raise SettingsError(f"{name} is in no file: a fresh process cannot find it")
+        target = f"{module}:{name}"
+    if not isinstance(target, str):
+        return {"command": [str(word) for word in target]}
+    if ":" not in target:
+        raise SettingsError(f'"{target}": "module:function" or "file.py:function" is wanted')
+    return {"function": target, "steps": steps, "warmup": warmup, "path": sys.path}
+
+
+def _run(spec: dict[str, Any], setting: str | None, timeout_s: float) -> Run | str:
+    """Returns what one fresh process measured, or what it failed with."""
+    env = environment(setting)
+    if setting is not None and setting.startswith(_OWN):
+        spec = {**spec, "pool_bytes": int(setting.removeprefix(_OWN))}
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run.json"
+        words = [
+            sys.executable,
+            "-m",
+            "flopwise.kit.memory.allocator_probe",
+            str(out),
+            json.dumps(spec),
+        ]
+        source = str(Path(__file__).parents[3])
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (source, env.get("PYTHONPATH"))))
+        try:
+            done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return f"no end after {timeout_s:g} s"
+        if done.returncode or not out.exists():
+            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            return lines[-1][:300]
+        found = json.loads(out.read_text())
+    state = found.pop("state")
+    return Run(**found, state=AllocatorState(**state) if state else None)

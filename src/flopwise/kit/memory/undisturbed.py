@@ -1,0 +1,66 @@
+"""A model is run to be measured, and is afterwards what it was: gradients, buffers and random numbers are put back."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from flopwise.errors import MemoryWarning
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """Puts back the module's gradients, the values of its buffers and the state of random numbers.
+
+    Inside, there are no gradients at first. Parameters are not copied; if they change inside, a MemoryWarning says so:
+    what is run is meant to be forward and backward, without a step of the optimizer.
+    """
+    parameters = list(module.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    versions = [_version(parameter) for parameter in parameters]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    devices = {p.device.index for p in parameters if p.device.type == "cuda"}
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        with torch.random.fork_rng(sorted(d for d in devices if d is not None)):
+            yield
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, values in buffers:
+                buffer.copy_(values)
+    if any(_version(p) != v for p, v in zip(parameters, versions, strict=True)):
+        warnings.warn(
+            "the function that was given to measure the model changed its parameters: it is meant to run forward and "
+            "backward, without a step of the optimizer. They keep the values that they have now",
+            MemoryWarning,
+            stacklevel=4,
+        )
+
+
+def without_gradients(module: nn.Module, step: Callable[[], object]) -> Callable[[], None]:
+    """Returns the step with the gradients dropped before it, as `zero_grad` does: what is timed makes them anew."""
+    parameters = list(module.parameters())
+
+    def run() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        step()
+
+    return run
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Returns the device of the module's first parameter; the CPU where it has none."""
+    first = next(module.parameters(), None)
+    return first.device if first is not None else torch.device("cpu")
+
+
+def _version(parameter: torch.Tensor) -> int:
+    return -1 if parameter.is_inference() else parameter._version

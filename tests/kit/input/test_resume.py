@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from flopwise.errors import InputError
+from flopwise.kit.input import resume
+
+DATA = TensorDataset(torch.arange(10))
+
+
+def test_generators_are_found_once_each() -> None:
+    g, h = torch.Generator(), torch.Generator()
+    loader = DataLoader(DATA, sampler=RandomSampler(DATA, generator=g), generator=h)
+    assert resume.generators_of(loader) == [h, g]
+    assert resume.generators_of(DataLoader(DATA, shuffle=True, generator=g)) == [g]
+    assert resume.generators_of([1, 2]) == []
+
+
+def test_the_order_of_an_epoch_comes_again_with_its_own_generator_and_others_are_left_alone() -> (
+    None
+):
+    g = torch.Generator().manual_seed(3)
+    loader = DataLoader(DATA, shuffle=True, generator=g)
+    begun = resume.begin(loader, None)
+    whole = [int(x) for (x,) in begun.batches]
+    state = resume.state_of(0, 4, begun.start, None)
+    g.manual_seed(77)
+    main = torch.get_rng_state()
+    again = resume.begin(loader, state)
+    assert again.handed == 4
+    assert [int(x) for (x,) in again.batches] == whole[4:]
+    assert torch.equal(torch.get_rng_state(), main)
+    # what is saved from here on is the epoch's beginning, not the place where it was taken up
+    assert again.start is not None
+    assert torch.equal(again.start.generators[0], state["generators"][0])
+
+
+def test_a_state_of_no_batches_begins_an_epoch() -> None:
+    begun = resume.begin([1, 2], resume.checked(resume.state_of(3, 0, None, None)))
+    assert list(begun.batches) == [1, 2]
+
+
+def test_a_loader_that_ends_too_early_is_told() -> None:
+    state = resume.state_of(0, 5, resume.EpochStart([]), None)
+    with pytest.raises(InputError, match="ended after 3 batches; 5 were handed out"):
+        resume.begin([1, 2, 3], state)
+
+
+def test_another_loader_is_told_before_anything_is_skipped() -> None:
+    state = resume.state_of(0, 5, resume.EpochStart([]), None)
+    loader = DataLoader(DATA, shuffle=True, generator=torch.Generator())
+    with pytest.raises(InputError, match="0 generators, this one has 1"):
+        resume.begin(loader, state)
+
+
+def test_half_a_state_is_none() -> None:
+    class Half:
+        def state_dict(self) -> Any:
+            return {}
+
+    class Whole(Half):
+        def load_state_dict(self, state: Any) -> None: ...
+
+    assert resume.own_state(Half()) is None
+    assert resume.own_state(Whole()) is not None
+    assert resume.own_state([1]) is None
+
+
+@pytest.mark.parametrize(
+    "state",
+    [None, 3, {}, {"version": 1}, {"version": 1, "batches": "2"}, {"version": 9, "batches": 2}],
+)
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(InputError, match="nothing was loaded"):
+        resume.checked(state)
+
+
+def test_a_state_can_be_saved_with_weights_only() -> None:
+    import io
+
+    file = io.BytesIO()
+    state = resume.state_of(
+        1, 3, resume.EpochStart(DataLoader(DATA, generator=torch.Generator())), None
+    )
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert resume.checked(loaded)["batches"] == 3

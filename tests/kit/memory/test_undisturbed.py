@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from flopwise.errors import MemoryWarning
+from flopwise.kit.memory.undisturbed import device_of, undisturbed
+
+
+def test_gradients_buffers_and_random_numbers_are_put_back_even_after_an_error() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    gradient = net[0].weight.grad = torch.ones(3, 3)
+    mean = net[1].running_mean.clone()
+    state = torch.get_rng_state()
+
+    def run() -> None:
+        with undisturbed(net):
+            assert net[0].weight.grad is None
+            net(torch.randn(5, 3)).sum().backward()
+            assert not torch.equal(net[1].running_mean, mean)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert net[0].weight.grad is gradient
+    assert net[0].bias.grad is None
+    assert torch.equal(net[1].running_mean, mean)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_step_of_the_optimizer_is_warned_of() -> None:
+    net = nn.Linear(3, 3)
+
+    def train() -> None:
+        with undisturbed(net), torch.no_grad():
+            net.weight.add_(1)
+
+    with pytest.warns(MemoryWarning, match="without a step of the optimizer"):
+        train()
+    with warnings.catch_warnings(), undisturbed(net):
+        warnings.simplefilter("error")
+        net(torch.ones(1, 3)).sum().backward()
+
+
+def test_the_device() -> None:
+    assert device_of(nn.Linear(1, 1, device="meta")).type == "meta"
+    assert device_of(nn.ReLU()).type == "cpu"
