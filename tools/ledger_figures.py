@@ -122,15 +122,18 @@ def key(results: Path) -> str:
     busy = max(abs(job["busy_ratio"] - 1) for job in found.values())
     failing = [job for job in found.values() if not _by_construction(job)]
     residual = max(abs(job["figures"]["residual_frac"]) for job in failing)
-    over = [x["overstated_frac"] for x, _ in _gains(results) if x["overstated_frac"] is not None]
+    judged = [(x, then) for x, then in _gains(results) if x["overstated_frac"] is not None]
+    over = [x["overstated_frac"] for x, _ in judged]
     below = [-part for part in over if part <= 0]
+    above_then = sum(then is not None and then > x["saved_frac"] for x, then in judged)
     return (
         f"Of {len(rows)} scripts with one known fault, in {len(passed)} the ledger's lines moved within 15 % of what the fault costs "
         f"and the first finding named it; in {len(sure)} of them the whole 95 % interval is within 15 %, too. In {len(found)} ledgers of "
         f"well-known jobs the device was busy as long as the raw trace says, within {100 * busy:.2f} %; the residual was at most "
-        f"{100 * residual:.1f} % of the step in the {len(failing)} where it is not 0 by construction. Of {len(over)} predicted gains "
-        f"{len(below)} were below the measured saving, by {100 * min(below):.0f} to {100 * max(below):.0f} % of it, and "
-        f"{len(over) - len(below)} above."
+        f"{100 * residual:.1f} % of the step in the {len(failing)} where it is not 0 by construction. Of {len(over)} gains, as they are "
+        f"predicted today from the windows recorded then, {len(below)} are below the measured saving, by {100 * min(below):.0f} to "
+        f"{100 * max(below):.0f} % of it, and {len(over) - len(below)} above; as they were predicted before it was measured, {above_then} "
+        "were above."
     )
 
 

@@ -12,7 +12,14 @@ FlopwiseError                 anything that is ours to explain; the command line
 │   └── SourceConflict        two files are of the same rank
 ├── LedgerError               a trace has nothing that a ledger could be made of (diagnosis.ledger.build)
 ├── ComparisonError           there is nothing to compare at a path (diagnosis.comparison.sides)
-└── AttachError               a hook that the meter leans on is not there in this torch
+├── AttachError               a hook that the meter leans on is not there in this torch
+├── PrecisionError            a precision cannot be used as asked (kit.precision)
+└── InputError                batches cannot be moved, handed out or resumed as asked (kit.input)
+    └── ConsistencyError      a batch on the device is not the one that was sent
+
+FlopwiseWarning               something is done the plain way, or works, but not as one would think: said once
+├── PrecisionWarning          a precision does not take effect, or numbers may suffer from it (kit.precision)
+└── MemoryWarning             a model was run to be measured and is not what it was (kit.memory)
 
 A message says where, what was seen, what still holds, and what to do.
 """
@@ -54,6 +61,10 @@ class AttachError(FlopwiseError):
     """A hook that the meter leans on is not there in this torch."""
 
 
+class PrecisionError(FlopwiseError):
+    """A precision cannot be used as asked, or its protocol was broken in a way that would give wrong numbers."""
+
+
 class InputError(FlopwiseError):
     """Batches cannot be moved, handed out or resumed as asked (kit.input)."""
 
@@ -63,7 +74,11 @@ class ConsistencyError(InputError):
 
 
 class FlopwiseWarning(UserWarning):
-    """Something is done the plain way, and this says why; each is given once."""
+    """Something is done the plain way, or works, but not as one would think; each is said once."""
+
+
+class PrecisionWarning(FlopwiseWarning):
+    """A precision does not take effect, or numbers may suffer from it (kit.precision)."""
 
 
 class MemoryWarning(FlopwiseWarning):

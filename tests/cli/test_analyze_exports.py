@@ -104,3 +104,63 @@ def test_one_rank_is_one_trace(export: Any, capsys: pytest.CaptureFixture[str]) 
     assert main(["analyze", str(export.path), "--perfetto", str(out)]) == 2
     assert "--perfetto copies traces of the PyTorch profiler" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_where_no_step_is_known_nothing_is_said_of_one(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sqlite3.connect(job) as database:
+        database.execute("DELETE FROM NVTX_EVENTS WHERE text LIKE 'step %'")
+    record = record_of(capsys, str(job))
+    assert record["health"]["withheld"] == {"steps": ["H113"]}
+    (late,) = record["stragglers"]
+    assert (late["share_frac"], late["per_step_s"], late["per_step_ci95"]) == (1.0, None, None)
+    (finding,) = [one for one in record["findings"] if one["code"] == "J101"]
+    assert finding["share_frac"] is None
+    assert "a rank waits for rank 1: 100 % of all waiting" in finding["evidence"]
+
+
+def test_exports_can_be_compared(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(job), str(job), "--json", "-"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["old"]["kind"], record["old"]["world_size"]) == ("job", 2)
+    assert record["step"]["ratio"] == pytest.approx(1)
+    with sqlite3.connect(job) as database:  # process 10 alone: a trace
+        for table in ("CUPTI_ACTIVITY_KIND_KERNEL WHERE globalPid", "NVTX_EVENTS WHERE globalTid"):
+            database.execute(f"DELETE FROM {table} >> 24 & 16777215 = 11")
+    assert main(["compare", str(job), str(job), "--json", "-"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["old"]["kind"], record["old"]["steps"]) == ("trace", STEPS - 1)
+    assert record["old"]["device_name"] == "NVIDIA H100 80GB HBM3"
+
+
+def test_a_database_of_others_cannot_be_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute("CREATE TABLE users (name)")
+    assert main(["compare", str(path), str(path)]) == 2
+    assert "no export of Nsight Systems" in capsys.readouterr().err
+
+
+def test_a_process_that_hardly_computes_is_no_rank_and_is_named(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernels = "CUPTI_ACTIVITY_KIND_KERNEL"
+    with sqlite3.connect(job) as database:
+        columns = [of[1] for of in database.execute(f"PRAGMA table_info({kernels})")]
+        moved = [f"{one} + (2 << 24)" if one == "globalPid" else one for one in columns]
+        of_10 = "WHERE (globalPid >> 24) & 16777215 = 10"
+        for _ in range(2):  # so many that one kernel is few
+            database.execute(f"INSERT INTO {kernels} SELECT * FROM {kernels} {of_10}")
+        database.execute(
+            f"INSERT INTO {kernels} SELECT {', '.join(moved)} FROM {kernels} {of_10} LIMIT 1"
+        )
+    assert main(["analyze", str(job), "--json", "-"]) == 1  # kernels lie over one another
+    record = json.loads(capsys.readouterr().out)
+    assert [one["rank"] for one in record["ranks"]] == [0, 1]
+    assert (
+        f"{job}: 1 more ran fewer than 5% of the busiest one's kernels, and are taken for no rank: process 12"
+        in record["notes"]
+    )

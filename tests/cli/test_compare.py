@@ -235,3 +235,20 @@ def test_it_needs_no_torch(pair: tuple[str, str]) -> None:
     )
     assert done.stderr == "0\n"
     assert "where the difference lies" in done.stdout
+
+
+def test_the_records_of_a_run_are_not_replaced_but_its_report_is(
+    pair: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    for name in ("report.html", "ranks/0.json", "profile/rank0.json"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text("kept")
+    assert main(["analyze", pair[0], "--json", str(run / "run.json")]) == 0
+    for name in ("ranks/0.json", "profile/rank0.json"):
+        assert main(["compare", pair[0], str(run), "--html", str(run / name)]) == 2
+        assert "othing was written" in capsys.readouterr().err
+        assert (run / name).read_text() == "kept"
+    assert main(["compare", pair[0], str(run), "--html", str(run / "run.json")]) == 2
+    assert main(["compare", pair[0], str(run), "--html", str(run / "report.html")]) == 0
+    assert (run / "report.html").read_text().startswith("<!doctype html>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from flopwise.hardware.accelerators import parse_peak
 from flopwise.measurement import jobs
 from flopwise.measurement.jobs import Stage, analyse, conclude, read_rank, read_ranks, workers
 from flopwise.trace.sources import SourceConflict, Sources, find
+from flopwise.trace.stream import TraceError
 
 RANKS = 4
 LATE_US = 200.0
@@ -189,3 +191,52 @@ def test_what_lies_beside_the_traces_is_said(folder: Path) -> None:
 def test_a_process_for_each_core_that_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 3, 5})
     assert [workers(n) for n in (0, 1, 2, 3, 64)] == [1, 1, 2, 3, 3]
+
+
+def flight_dump(n: int) -> str:
+    """A dump of a rank that made n calls, all of which ended."""
+    calls = [
+        {
+            "record_id": k, "pg_id": 0, "process_group": ["0", "default_pg"], "collective_seq_id": k + 1,
+            "profiling_name": "nccl:all_reduce", "state": "completed", "retired": True,
+        }
+        for k in range(n)
+    ]  # fmt: skip
+    return json.dumps({"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": calls})
+
+
+def test_a_dump_or_log_that_cannot_be_read_takes_nothing_with_it(folder: Path) -> None:
+    (folder / "fr_0").write_text(flight_dump(2))
+    (folder / "fr_1").write_text(flight_dump(2)[:-20])  # as a process leaves it that is killed
+    job = analyse(find([folder]))
+    assert len(job.ranks) == RANKS
+    assert [one.rank for one in job.stragglers] == [2]
+    (lost,) = [note for note in job.notes if "left out" in note]
+    assert lost.startswith(f"{folder / 'fr_1'}: no dump of the flight recorder: ")
+    assert "1 dump of flight recorders: all 2 calls in them ended" in job.notes
+    assert job.sources == [
+        *(str(folder / f"rank{n}.json") for n in range(RANKS)),
+        str(folder / "fr_0"),
+    ]
+
+
+def test_where_nothing_else_is_given_a_dump_that_cannot_be_read_is_the_error(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "fr_1").write_text(flight_dump(2)[:-20])
+    with pytest.raises(TraceError, match="fr_1: no dump of the flight recorder"):
+        analyse(find([tmp_path]))
+
+
+def test_ranks_of_dumps_that_are_guessed_are_said_to_be(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(flight_dump(1))
+    job = analyse(find([tmp_path]))
+    (guess,) = [note for note in job.notes if "whose it is" in note]
+    assert guess == (
+        f"{tmp_path / 'one'}: neither the dump nor its name says whose it is: it is taken for that of rank 0, by the order of names, "
+        "1 more likewise. End its name with the rank"
+    )
+    for rank, name in enumerate(("one", "two")):
+        (tmp_path / name).rename(tmp_path / f"fr_{rank}")
+    assert not any("whose it is" in note for note in analyse(find([tmp_path])).notes)

@@ -234,6 +234,17 @@ def test_a_straggler_of_a_live_run_has_its_share_of_the_steps_with_its_calls(job
     assert "70 µs (60 to 80 µs, 95 %) · 5 % of the step" in text
 
 
+def test_without_a_trace_nothing_is_called_clean(job: Make) -> None:
+    text = rendered(job(2, ranks=[]))
+    assert "health not judged · no trace was given" in text
+    assert "clean" not in text
+
+
+def test_shares_are_of_the_time_where_the_step_is_withheld(job: Make) -> None:
+    assert "28 % of the mean step" in rendered(job(2))
+    assert "28 % of the time" in rendered(job(2, step_s=None))
+
+
 def test_no_straggler_gives_the_reason(job: Make) -> None:
     none = job(2, stragglers=[], stragglers_reason="1 of 8 ranks was read")
     assert "stragglers none is named · 1 of 8 ranks was read" in rendered(none)

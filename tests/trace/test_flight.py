@@ -338,3 +338,25 @@ def test_what_plain_data_is() -> None:
         read = plain(pickle.dumps([shared, shared], protocol))
         assert read[0] is read[1]
     assert plain(b"\x80\x02" + b"G" + struct.pack(">d", 0.5) + b".") == 0.5
+
+
+def test_names_have_an_end(tmp_path: Path) -> None:
+    frame = {"name": "f" * 5000, "filename": "/x" * 5000 + "/train.py", "line": 1}
+    raw = content(
+        entry(1, profiling_name="nccl:" + "a" * 100_000, input_dtypes=["d" * 5000], frames=[frame])
+    )
+    for path in (write(tmp_path / "p_0", raw), tmp_path / "j_0"):
+        if path.name == "j_0":
+            path.write_text(json.dumps(raw))
+        (one,) = read_flight(path, 0).entries
+        assert len(one.profiling_name) == len(one.input_dtypes[0]) == flight.LONGEST_NAME
+        (kept,) = one.frames
+        assert (len(kept.name), len(kept.filename)) == (flight.LONGEST_NAME, flight.LONGEST_PATH)
+        assert kept.filename.endswith("/train.py")
+
+
+@pytest.mark.parametrize("name", ["nccl:send 0->" + "9" * 5000, "nccl:recv 0<-\u0661"])
+def test_what_is_no_rank_is_no_send(tmp_path: Path, name: str) -> None:
+    raw = content(entry(1, profiling_name=name, state="scheduled", retired=False))
+    (one,) = read_flight(write(tmp_path / "fr_0", raw), 0).entries
+    assert not one.is_p2p

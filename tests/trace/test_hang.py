@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -259,3 +259,93 @@ def test_any_part_may_be_odd() -> None:
     odd = [call(1, profiling_name=""), call(-5), call(2, group=""), call(3, input_sizes=(), output_sizes=((),))]  # fmt: skip
     for some in itertools.permutations(odd, 2):
         stuck([dump(0, some), dump(1, some[:1])])
+
+
+def test_a_sentence_has_an_end() -> None:
+    long = {"group": "g" * 5000, "group_desc": "d" * 5000, "input_sizes": ((1,) * 5000,) * 2}
+    dumps = [
+        dump(0, [call(1, done=False, **long)], groups=()),
+        dump(1, [call(1, **long)], groups=()),
+    ]
+    (found,) = stuck(dumps)
+    assert (
+        f"call 1 of group '{'g' * 200}…' ({'d' * 200}), all_reduce 1x1x1x1x1x1x1x1x…"
+        in found.evidence
+    )
+    assert len(found.evidence) < 1000
+
+
+PIPE = (Group("0", "pp", (0, 1)),)
+
+
+def message(number: int, name: str, *, done: bool = False) -> Entry:
+    return call(number, done=done, profiling_name=f"nccl:{name}", is_p2p=True, collective_seq_id=0)
+
+
+def test_a_half_that_ended_on_the_other_rank_blames_nobody_there() -> None:
+    sent = [message(1, "send 0->1", done=True), message(2, "send 0->1", done=True)]
+    got = [message(1, "recv 1<-0", done=True), message(2, "recv 1<-0")]
+    (found,) = stuck([dump(0, sent, groups=PIPE), dump(1, got, groups=PIPE)])
+    assert (found.verdict, found.waiting, found.ended, found.idle) == ("partial", (1,), (0,), ())
+    assert found.culprits == (1,)
+    assert found.evidence == (
+        "rank 1 waits in recv 1<-0 of group '0'; rank 0 made the other half, send 0->1, which ended there"
+    )
+
+
+def test_a_half_of_another_message_is_not_the_other_half() -> None:
+    sent = [message(1, "send 0->1", done=True)]
+    got = [message(1, "recv 1<-0", done=True), message(2, "recv 1<-0")]
+    (found,) = stuck([dump(0, sent, groups=PIPE), dump(1, got, groups=PIPE)])
+    assert (found.verdict, found.ended, found.idle) == ("unfinished", (), (0,))
+    later = [dataclasses.replace(one, record_id=one.record_id + 7) for one in sent]
+    (found,) = stuck([dump(0, later, groups=PIPE), dump(1, got[1:], groups=PIPE)])
+    assert (found.ended, found.idle) == ((), (0,))  # older calls of rank 0 are not in its dump
+
+
+def test_both_halves_wait() -> None:
+    found = stuck(
+        [
+            dump(0, [message(1, "send 0->1")], groups=PIPE),
+            dump(1, [message(1, "recv 1<-0")], groups=PIPE),
+        ]
+    )
+    assert [(one.verdict, one.at, one.idle) for one in found] == [("unfinished", {}, ())] * 2
+    assert found[0].evidence.endswith("rank 1 made the other half, recv 1<-0, and waits in it")
+
+
+def test_two_sends_that_cross_are_no_halves_of_each_other() -> None:
+    found = stuck(
+        [
+            dump(0, [message(1, "send 0->1")], groups=PIPE),
+            dump(1, [message(1, "send 1->0")], groups=PIPE),
+        ]
+    )
+    assert [[*one.at] for one in found] == [[1], [0]]
+
+
+def test_a_call_that_is_left_out_is_not_one_that_was_not_come_to() -> None:
+    (found,) = stuck(
+        [
+            dump(0, [call(1), call(2, done=False)], (0, 1)),
+            dump(1, [call(1), call(3, done=False, record_id=1)], (0, 1)),
+        ]
+    )
+    assert "rank 1 has later calls, to 3, and not this one, and is in call 3" in found.evidence
+
+
+class Counted(tuple[Entry, ...]):
+    """Entries that count how often they are gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[Entry]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_many_groups_take_no_time() -> None:
+    entries = Counted(call(1, done=False, group=str(n), record_id=n) for n in range(300))
+    dumps = [dataclasses.replace(dump(r, [], groups=()), entries=entries) for r in (0, 1)]
+    assert len(stuck(dumps)) == 300
+    assert entries.times < 20  # and not once for each group

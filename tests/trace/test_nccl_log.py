@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -365,3 +366,37 @@ def test_random_damage(tmp_path: Path) -> None:
         except TraceError:
             continue
         assert log.lines >= log.nccl_lines > 0
+
+
+def test_variables_that_differ_without_end_are_some_and_a_number(read) -> None:  # type: ignore[no-untyped-def]
+    texts = [
+        line
+        for n in range(nccl_reader.MOST_DIFFERING + 2)
+        for value in ("A" * 300, "B")
+        for line in lines(0, f"NCCL_V{n} set by environment to {value}")
+    ]
+    notes = [note for note in read(texts).notes if "not the same" in note]
+    assert notes[0] == f"NCCL_V0 is not the same on all ranks: {'A' * 100}, B"
+    assert notes[nccl_reader.MOST_DIFFERING :] == ["2 more variables are not the same on all ranks"]
+
+
+class Hosts(dict[str, None]):
+    """Hosts that count how often they are gone through."""
+
+    times = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.times += 1
+        return super().__iter__()
+
+
+def test_many_hosts_take_no_time() -> None:
+    reader = nccl_reader.Reader()
+    reader._hosts = hosts = Hosts()
+    for n in range(50):
+        reader.line(f"x other{n}z:1:2 [0] NCCL INFO Using network IB")
+    reader.line("tornother7z:1:2 [0] NCCL INFO Using network IB")
+    reader.line("x tornother7z:1:2 [0] NCCL INFO Using network IB")
+    assert hosts.times == 0
+    assert "other7z" in hosts
+    assert len(hosts) == 51  # with the one that begins a line

@@ -15,6 +15,7 @@ from flopwise.trace import nsys_database
 from flopwise.trace.chrome import Trace
 from flopwise.trace.kinds import Kind
 from flopwise.trace.nsys import notes_of, read_nsys, why_not
+from flopwise.trace.nsys_database import Database
 from flopwise.trace.stream import TraceError
 
 PID, TID = 4711, 4712
@@ -219,3 +220,30 @@ def test_pages_that_refer_to_each_other_end(make_export: Any, tmp_path: Path) ->
     e.path.write_bytes(data)
     with pytest.raises(TraceError, match=r"malformed|more rows"):
         read_nsys(e.path)
+
+
+def test_texts_are_cut_before_they_are_held_and_numbers_are_not(export: Any) -> None:
+    """Many rows of a file that is made for it may share one long text."""
+    long = "x" * 100_000
+    export.range(long, 0, 10, data=long.encode())
+    export.insert("NVTX_EVENTS", 2**62, None, "59", 7, long, None, long, 1.5)
+    export.close()
+    with closing(Database(export.path)) as database:
+        table = database.table("NVTX_EVENTS")
+        assert table is not None
+        wanted = ("start", "end", "eventType", "text", "globalTid", "textId", "binaryData", "none")
+        ((first, second),) = database.rows(table, wanted)
+    cut = nsys_database.LONGEST_NAME, nsys_database.LONGEST_OTHER
+    assert first[:3] == (0, 10, 59)
+    assert (first[3], first[6]) == ("x" * cut[0], b"x" * cut[1])
+    assert second[:4] == (2**62, None, 59, "7")
+    assert second[4:] == ("x" * cut[1], None, 1.5, None)
+
+
+@pytest.mark.skipif(not hasattr(sqlite3.Connection, "setlimit"), reason="before Python 3.11")
+def test_a_value_that_no_export_has_ends_its_table(export: Any) -> None:
+    export.step(0)
+    export.range("x" * (nsys_database.LONGEST_VALUE + 1), 0, 10)
+    trace = export.read()
+    assert trace.damage.ends_early == "table NVTX_EVENTS: string or blob too big"
+    assert len(trace.events) == 4

@@ -14,19 +14,7 @@ from flopwise.trace.sources import find
 EVENT = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1, "dur": 2}
 
 
-def trace(path: Path, rank: int | None = None, *, after: bool = False, world: int = 8) -> Path:
-    said: dict[str, Any] = {}
-    if rank is not None:
-        said["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": world}
-    events = {"traceEvents": [EVENT]}
-    content = {"schemaVersion": 1, **({**events, **said} if after else {**said, **events})}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return path
-
-
-def test_content_tells_what_a_file_is(tmp_path: Path) -> None:
+def test_content_tells_what_a_file_is(tmp_path: Path, trace: Any) -> None:
     trace(tmp_path / "really.txt")
     (tmp_path / "array.json").write_text(json.dumps([EVENT]))
     dump = {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": []}
@@ -43,7 +31,7 @@ def test_content_tells_what_a_file_is(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_bomb_is_looked_at_only_so_far(tmp_path: Path) -> None:
+def test_a_bomb_is_looked_at_only_so_far(tmp_path: Path, trace: Any) -> None:
     (tmp_path / "bomb.gz").write_bytes(gzip.compress(b" " * (64 << 20)))
     deep = tmp_path / "deep.json"
     deep.write_text('{"distributedInfo": ' + '{"a":' * 100_000)

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flopwise.trace.source import Source
 from flopwise.trace.source_rank import rank_in_name
 from flopwise.trace.sources import find
 
 EVENT = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1, "dur": 2}
 
 
-def trace(path: Path, rank: int | None = None, *, after: bool = False, world: int = 8) -> Path:
-    said: dict[str, Any] = {}
-    if rank is not None:
-        said["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": world}
-    events = {"traceEvents": [EVENT]}
-    content = {"schemaVersion": 1, **({**events, **said} if after else {**said, **events})}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return path
-
-
-def ranks(found: list[Source]) -> list[tuple[str, int | None, str]]:
-    return [(one.path.name, one.rank, one.rank_from) for one in found]
-
-
-def test_the_file_itself_says_whose_it_is(tmp_path: Path) -> None:
+def test_the_file_itself_says_whose_it_is(tmp_path: Path, trace: Any, ranks: Any) -> None:
     for n in (2, 0, 1):
         trace(tmp_path / f"{'abc'[n]}.json.gz", n, after=n == 1)
     found = find([tmp_path])
@@ -65,7 +47,7 @@ def test_ranks_in_names(name: str, rank: int | None) -> None:
     assert rank_in_name(Path("/any/folder") / name) == rank
 
 
-def test_the_folder_may_have_the_rank(tmp_path: Path) -> None:
+def test_the_folder_may_have_the_rank(tmp_path: Path, trace: Any) -> None:
     for n in range(2):
         trace(tmp_path / f"rank_{n}" / "host_47.12345.pt.trace.json")
     assert [(one.rank, one.rank_from) for one in find([tmp_path])] == [(0, "its name"), (1, "its name")]  # fmt: skip

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,30 +13,14 @@ import pytest
 from flopwise.records import store
 from flopwise.records.rank import Profile, ProfiledWindow, RankRecord
 from flopwise.trace import source_search
-from flopwise.trace.source import Source, SourceConflict, SourceError
+from flopwise.trace.source import SourceConflict, SourceError
 from flopwise.trace.sources import find
-
-EVENT = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1, "dur": 2}
-
-
-def trace(path: Path, rank: int | None = None, *, after: bool = False, world: int = 8) -> Path:
-    said: dict[str, Any] = {}
-    if rank is not None:
-        said["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": world}
-    events = {"traceEvents": [EVENT]}
-    content = {"schemaVersion": 1, **({**events, **said} if after else {**said, **events})}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return path
-
-
-def ranks(found: list[Source]) -> list[tuple[str, int | None, str]]:
-    return [(one.path.name, one.rank, one.rank_from) for one in found]
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path, make_rank: Callable[..., RankRecord]) -> Callable[..., Path]:
+def run_folder(
+    tmp_path: Path, make_rank: Callable[..., RankRecord], trace: Any
+) -> Callable[..., Path]:
     def write(*records: dict[str, Any], name: str = "run") -> Path:
         folder = tmp_path / name
         (folder / "ranks").mkdir(parents=True)
@@ -56,7 +38,9 @@ def run_folder(tmp_path: Path, make_rank: Callable[..., RankRecord]) -> Callable
     return write
 
 
-def test_links_in_circles_end_and_files_reached_twice_count_once(tmp_path: Path) -> None:
+def test_links_in_circles_end_and_files_reached_twice_count_once(
+    tmp_path: Path, trace: Any
+) -> None:
     path = trace(tmp_path / "a" / "rank0.json")
     (tmp_path / "a" / "loop").symlink_to(tmp_path)
     (tmp_path / "self").symlink_to(tmp_path / "self")
@@ -75,7 +59,7 @@ def test_a_large_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         find([tmp_path])
 
 
-def test_a_deep_folder_is_left_out(tmp_path: Path) -> None:
+def test_a_deep_folder_is_left_out(tmp_path: Path, trace: Any) -> None:
     trace(tmp_path / "rank0.json")
     trace(tmp_path.joinpath(*"abcdefghijklmnopqrs") / "rank1.json")
     found = find([tmp_path])
@@ -84,7 +68,7 @@ def test_a_deep_folder_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_what_must_not_be_read_is_left_out(tmp_path: Path) -> None:
+def test_what_must_not_be_read_is_left_out(tmp_path: Path, trace: Any) -> None:
     trace(tmp_path / "rank0.json")
     trace(tmp_path / "rank1.json").chmod(0)
     (tmp_path / "folder").mkdir(mode=0)
@@ -133,7 +117,10 @@ def test_ranks_without_windows_and_damaged_records_are_left_out(
 
 
 def test_a_record_cannot_point_out_of_its_folder(
-    run_folder: Callable[..., Path], make_rank: Callable[..., RankRecord], tmp_path: Path
+    run_folder: Callable[..., Path],
+    make_rank: Callable[..., RankRecord],
+    tmp_path: Path,
+    trace: Any,
 ) -> None:
     folder = run_folder({"rank": 0, "pid": 10})
     for at, file in enumerate(("../secret.json", "/etc/passwd", "a\0b", "profile/../../secret.json", "profile")):  # fmt: skip
@@ -147,7 +134,9 @@ def test_a_record_cannot_point_out_of_its_folder(
     assert [one.rank for one in found] == [0]
 
 
-def test_the_windows_of_a_run_alone_name_the_run_folder(run_folder: Callable[..., Path]) -> None:
+def test_the_windows_of_a_run_alone_name_the_run_folder(
+    run_folder: Callable[..., Path], trace: Any
+) -> None:
     folder = run_folder({"rank": 0, "pid": 10})
     trace(folder / "profile" / "rank0-10-light.json.gz", 0)
     with pytest.raises(SourceConflict, match="give the run folder instead"):

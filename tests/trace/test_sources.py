@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import pickle
 import sqlite3
@@ -12,39 +11,21 @@ from typing import Any
 
 import pytest
 
-from flopwise.trace.source import Source, SourceConflict, SourceError
+from flopwise.trace.source import SourceConflict, SourceError
 from flopwise.trace.sources import find, settled, with_rank
 
-EVENT = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 1, "dur": 2}
 
-
-def trace(path: Path, rank: int | None = None, *, after: bool = False, world: int = 8) -> Path:
-    said: dict[str, Any] = {}
-    if rank is not None:
-        said["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": world}
-    events = {"traceEvents": [EVENT]}
-    content = {"schemaVersion": 1, **({**events, **said} if after else {**said, **events})}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content).encode()
-    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
-    return path
-
-
-def ranks(found: list[Source]) -> list[tuple[str, int | None, str]]:
-    return [(one.path.name, one.rank, one.rank_from) for one in found]
-
-
-def test_one_file_without_a_rank_works(tmp_path: Path) -> None:
+def test_one_file_without_a_rank_works(tmp_path: Path, trace: Any, ranks: Any) -> None:
     assert ranks(find([trace(tmp_path / "any.json")])) == [("any.json", 0, "its order")]
 
 
-def test_files_named_by_rank_need_no_field(tmp_path: Path) -> None:
+def test_files_named_by_rank_need_no_field(tmp_path: Path, trace: Any, ranks: Any) -> None:
     for n in range(3):
         trace(tmp_path / f"rank{n}.json")
     assert ranks(find([tmp_path])) == [(f"rank{n}.json", n, "its name") for n in range(3)]
 
 
-def test_two_files_of_one_rank_conflict(tmp_path: Path) -> None:
+def test_two_files_of_one_rank_conflict(tmp_path: Path, trace: Any) -> None:
     a, b = trace(tmp_path / "a.json", 0), trace(tmp_path / "b.json", 0)
     with pytest.raises(SourceConflict) as caught:
         find([tmp_path])
@@ -55,13 +36,13 @@ def test_two_files_of_one_rank_conflict(tmp_path: Path) -> None:
     assert "Leave one out" in message
 
 
-def test_the_file_wins_over_its_name_and_that_is_said(tmp_path: Path) -> None:
+def test_the_file_wins_over_its_name_and_that_is_said(tmp_path: Path, trace: Any) -> None:
     found = find([trace(tmp_path / "rank3.json", 0), trace(tmp_path / "rank0.json", 3)])
     assert [(one.path.name, one.rank) for one in found] == [("rank3.json", 0), ("rank0.json", 3)]
     assert "its name says rank 3, the file itself rank 0" in (found[0].doubt or "")
 
 
-def test_order_gives_the_ranks_that_are_left(tmp_path: Path) -> None:
+def test_order_gives_the_ranks_that_are_left(tmp_path: Path, trace: Any, ranks: Any) -> None:
     for name in ("x10.json", "x9.json", "x11.json"):
         trace(tmp_path / name)
     trace(tmp_path / "z.json", 1)
@@ -73,7 +54,7 @@ def test_order_gives_the_ranks_that_are_left(tmp_path: Path) -> None:
     ]
 
 
-def test_a_header_that_was_read_decides(tmp_path: Path) -> None:
+def test_a_header_that_was_read_decides(tmp_path: Path, trace: Any, ranks: Any) -> None:
     found = find([trace(tmp_path / "a.json"), trace(tmp_path / "b.json")])
     told = [with_rank(found[0], {"distributedInfo": {"rank": 1, "world_size": 2}}), found[1]]
     assert ranks(settled(told)) == [("b.json", 0, "its order"), ("a.json", 1, "the file")]
@@ -84,7 +65,9 @@ def test_a_header_that_was_read_decides(tmp_path: Path) -> None:
         assert with_rank(found[0], header) == found[0]
 
 
-def test_what_is_no_trace_is_left_out_with_its_reason(tmp_path: Path) -> None:
+def test_what_is_no_trace_is_left_out_with_its_reason(
+    tmp_path: Path, trace: Any, ranks: Any
+) -> None:
     trace(tmp_path / "rank0.json")
     with sqlite3.connect(tmp_path / "mlflow.db") as database:
         database.execute("CREATE TABLE runs (id)")
@@ -142,7 +125,7 @@ def test_nothing_left_is_an_error(tmp_path: Path) -> None:
         find([Path("a\0b")])
 
 
-def test_dumps_and_logs_may_have_the_ranks_of_traces(tmp_path: Path) -> None:
+def test_dumps_and_logs_may_have_the_ranks_of_traces(tmp_path: Path, trace: Any) -> None:
     trace(tmp_path / "rank0.json")
     (tmp_path / "fr_rank0").write_bytes(pickle.dumps({"pg_config": {}, "version": "2.10"}, 2))
     (tmp_path / "rank0.log").write_text("h:1:1 [0] NCCL INFO x\n")

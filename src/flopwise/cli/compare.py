@@ -25,8 +25,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "compare",
         help="what became of a step from one measurement to another",
         description="Holds two measurements of a training step against each other, line by line, with what so few steps can "
-        "show. Each is a trace of the PyTorch profiler (.json or .json.gz), the folder of a run, or a record that --json "
-        "of run or analyze wrote. Returns 1 where a limit of --fail-above was passed. Needs neither torch nor a device.",
+        "show. Each is a trace of the PyTorch profiler (.json or .json.gz) or of Nsight Systems (a SQLite export), a folder of "
+        "the traces of a job, the folder of a run, or a record that --json of run or analyze wrote. Returns 1 where a limit of --fail-above was passed. Needs neither torch nor a device.",
     )
     parser.add_argument("old", metavar="OLD", type=Path, help="what it was before")
     parser.add_argument("new", metavar="NEW", type=Path, help="what it is now")
@@ -111,8 +111,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _measured(path: Path, peak: Peak | None) -> Measured:
     from flopwise.diagnosis.comparison.sides import measured, of_job
+    from flopwise.trace.source_search import ranks_of_export
 
-    if _is_a_job(path):
+    if _is_a_job(path) or ranks_of_export(path):
         from flopwise.measurement.jobs import conclude, read_ranks
         from flopwise.trace.sources import find
 
@@ -144,13 +145,15 @@ def _check_targets(args: argparse.Namespace) -> None:
     Raises:
         UsageError: it would be.
     """
+    from flopwise.records.rank import PROFILE_FOLDER
+
     taken = {}
-    folders = []
+    folders: list[str] = []  # whose files are what is compared: of a run its report may be replaced
     for path in (args.old, args.new):
         record = path / "run.json" if os.path.isdir(path) else path
         taken[os.path.realpath(record)] = f"{path} itself"
-        if _is_a_job(path):
-            folders.append(os.path.realpath(path))
+        kept = (path,) if _is_a_job(path) else (path / "ranks", path / PROFILE_FOLDER)
+        folders += [os.path.realpath(one) for one in kept]
     for option, target in (("--json", args.json), ("--html", args.html)):
         if target is None or str(target) == "-" or not is_file_or_new(target):
             continue

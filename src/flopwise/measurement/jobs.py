@@ -9,11 +9,11 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flopwise.diagnosis.ledger.build import Given
-from flopwise.diagnosis.ranks.beside import hangs, routes
+from flopwise.diagnosis.ranks.beside import ended, hangs, routes
 from flopwise.diagnosis.ranks.collect import Wanted, not_read, summary_of
 from flopwise.diagnosis.ranks.health import named_rank
 from flopwise.diagnosis.ranks.job import job_of
@@ -24,10 +24,14 @@ from flopwise.measurement.ranks import summary_of_rank
 from flopwise.records.job import JobRecord
 from flopwise.trace.chrome import read
 from flopwise.trace.flight import read_flight
+from flopwise.trace.flight_records import Dump
 from flopwise.trace.nccl_log import read_nccl_log
+from flopwise.trace.nccl_records import NcclLog
 from flopwise.trace.nsys import notes_of, read_nsys
+from flopwise.trace.nsys_processes import HELPER_FRAC
 from flopwise.trace.source import ITS_ORDER, THE_FILE, Source, Sources
 from flopwise.trace.sources import settled, with_rank
+from flopwise.trace.stream import TraceError
 
 TRACES = ("kineto", "nsys", "run")
 #: So many ranks are named in one note.
@@ -107,15 +111,18 @@ def read_ranks(
 
 
 def conclude(sources: Sources, ranks: Sequence[RankSummary]) -> JobRecord:
-    """Returns what is said of a job: by its ranks, and by the dumps and logs beside them.
+    """Returns what is said of a job: by its ranks, and by those dumps and logs beside them that can be read.
 
     Raises:
-        TraceError: a dump or log cannot be read.
+        TraceError: there is nothing but dumps and logs, and none of them can be read.
     """
-    dumps = [read_flight(one.path, one.rank) for one in sources if one.kind == "flight"]
-    logs = [read_nccl_log(one.path) for one in sources if one.kind == "nccl-log"]
-    more, said = routes(logs)
+    beside = _read_beside(sources)
+    if not ranks and beside.unread and not (beside.dumps or beside.logs):
+        raise beside.unread[0]
+    more, said = routes(beside.logs)
+    hung = hangs(beside.dumps)
     notes = [f"{one.path} was left out: {one.reason}" for one in sources.left_out]
+    notes += [f"{error}. It was left out" for error in beside.unread]
     # What H208 says already is not said again.
     doubted = [one for one in sources if one.doubt and named_rank(str(one.path)) is None]
     notes += [f"{one.path}: {one.doubt}" for one in doubted]
@@ -126,8 +133,51 @@ def conclude(sources: Sources, ranks: Sequence[RankSummary]) -> JobRecord:
             "neither the files nor their names say ranks: they are numbered in the order of their names, and taken for one job. "
             "Of separate runs look at each alone, or at two with flopwise compare"
         )
+    notes += _by_order(sources)
+    if not hung and (calls := ended(beside.dumps)) is not None:
+        notes.append(calls)
     record = job_of(ranks, [*notes, *said])
-    return replace(record, findings=[*hangs(dumps), *record.findings, *more])
+    read = [one.path for one in beside.dumps] + [one.path for one in beside.logs]
+    return replace(
+        record,
+        sources=list(dict.fromkeys([*record.sources, *read])),
+        findings=[*hung, *record.findings, *more],
+    )
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What lies beside the traces."""
+
+    dumps: list[Dump] = field(default_factory=list)
+    logs: list[NcclLog] = field(default_factory=list)
+    unread: list[TraceError] = field(default_factory=list)  # why the others cannot be read
+
+
+def _read_beside(sources: Sequence[Source]) -> _Beside:
+    """Returns the dumps and logs: one that cannot be read, as a job that dies leaves them, takes no other with it."""
+    found = _Beside()
+    for one in sources:
+        try:
+            if one.kind == "flight":
+                found.dumps.append(read_flight(one.path, one.rank))
+            elif one.kind == "nccl-log":
+                found.logs.append(read_nccl_log(one.path))
+        except TraceError as error:
+            found.unread.append(error)
+    return found
+
+
+def _by_order(sources: Sequence[Source]) -> Iterator[str]:
+    """Yields that ranks of dumps are guessed, where neither they nor their names say them."""
+    guessed = [one for one in sources if one.kind == "flight" and one.rank_from == ITS_ORDER]
+    if guessed:
+        first = guessed[0]
+        more = f", {len(guessed) - 1} more likewise" if len(guessed) > 1 else ""
+        yield (
+            f"{first.path}: neither the dump nor its name says whose it is: it is taken for that of rank {first.rank}, by the order "
+            f"of names{more}. End its name with the rank"
+        )
 
 
 def _processes(sources: Sequence[Source]) -> Iterator[str]:
@@ -151,6 +201,13 @@ def _processes(sources: Sequence[Source]) -> Iterator[str]:
             f"{path}: {len(ranks)} processes in it train, and each is a rank: {', '.join(said)}"
             f"{', ...' if len(ranks) > SHOWN else ''}; {how}"
         )
+        few = ranks[0].helpers
+        if few:
+            pids = ", ".join(str(one.pid) for one in few[:SHOWN])
+            yield (
+                f"{path}: {len(few)} more ran fewer than {HELPER_FRAC:.0%} of the busiest one's kernels, and are taken for no rank: "
+                f"process {pids}{', ...' if len(few) > SHOWN else ''}"
+            )
 
 
 def analyse(sources: Sources) -> JobRecord:

@@ -149,7 +149,8 @@ class Straggler:
     delay_s: float = (
         0.0  # how long the other ranks of its groups wait for it in a step, mean over these others
     )
-    #: How long a rank waits for it in a step that counts: mean over all ranks that were read, itself among them. None: no such step.
+    #: How long a rank waits for it in a step that counts: mean over all ranks that were read, itself among them. None: no such step,
+    #: or what a step is is not known.
     per_step_s: float | None = None
     per_step_ci95: tuple[float, float] | None = None  # of it
 

@@ -50,7 +50,7 @@ def draw(screen: Screen, record: JobRecord, saved: Sequence[str] = ()) -> None:
     screen.flow("link", words.links(record, source=False))
     _redundant(screen, record)
     screen.blank()
-    run_findings.findings(screen, record, words.FINDINGS, words.SHARE_OF)
+    run_findings.findings(screen, record, words.FINDINGS, words.share_of(record))
     screen.blank()
     for note in record.notes:
         screen.flow("note", [note])

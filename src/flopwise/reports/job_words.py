@@ -125,6 +125,11 @@ def mfu(record: JobRecord) -> list[Piece]:
     return said
 
 
+def share_of(record: JobRecord) -> str:
+    """Returns what the shares of findings are of, where it is known how long a step is and where not."""
+    return SHARE_OF if record.step_s is not None else "the time"
+
+
 def codes(record: JobRecord, conclusion: str, rank: int | None = None) -> list[str]:
     """Returns the codes of the defects that withhold a conclusion, of the whole job or of one rank too."""
     found = dict.fromkeys(record.health.withheld.get(conclusion, ()))
@@ -149,6 +154,8 @@ def because(record: JobRecord, conclusion: str) -> list[Piece]:
 def health(record: JobRecord) -> list[Piece]:
     """Returns the verdict on the traces."""
     found = record.health
+    if not record.ranks:
+        return [("not judged", WARN), "no trace was given"]
     looked = f"looked for {figures.counted(len(found.checked), 'defect')}"
     if found.clean:
         harmless = f"{figures.counted(len(groups(found.defects)), 'remark')}"

@@ -27,6 +27,8 @@ MOST_OBJECTS, MOST_LISTS = 2_000_000, 8_000_000
 MOST_PARTS = 5_000_000
 #: Frames that are kept of an entry, innermost first.
 MOST_FRAMES = 64
+#: Names of operations, dtypes and functions, and paths of files, are cut off here, characters.
+LONGEST_NAME, LONGEST_PATH = 256, 1024
 
 
 class _Frame(msgspec.Struct):
@@ -214,7 +216,11 @@ def _with_counts(group: Group, of: Counts | None) -> Group:
 
 def _entry(raw: _Entry, frames: dict[Frame, Frame]) -> Entry:
     group = raw.process_group or [raw.pg_name]
-    stack = (Frame(f.name, f.filename, f.line) for f in raw.frames[:MOST_FRAMES])
+    stack = (
+        Frame(f.name[:LONGEST_NAME], f.filename[-LONGEST_PATH:], f.line)
+        for f in raw.frames[:MOST_FRAMES]
+    )
+    op = raw.profiling_name[:LONGEST_NAME]
     return Entry(
         record_id=raw.record_id,
         group=group[0] if group else "",
@@ -223,11 +229,11 @@ def _entry(raw: _Entry, frames: dict[Frame, Frame]) -> Entry:
         collective_seq_id=raw.collective_seq_id if raw.collective_seq_id >= 0 else raw.seq_id,
         p2p_seq_id=raw.p2p_seq_id,
         op_id=raw.op_id,
-        profiling_name=raw.profiling_name,
+        profiling_name=op,
         input_sizes=tuple(map(tuple, raw.input_sizes)),
         output_sizes=tuple(map(tuple, raw.output_sizes)),
-        input_dtypes=tuple(raw.input_dtypes),
-        output_dtypes=tuple(raw.output_dtypes),
+        input_dtypes=tuple(name[:LONGEST_NAME] for name in raw.input_dtypes),
+        output_dtypes=tuple(name[:LONGEST_NAME] for name in raw.output_dtypes),
         state=raw.state,
         time_created_ns=raw.time_created_ns,
         time_discovered_started_ns=raw.time_discovered_started_ns or None,  # JSON has 0 for none
@@ -235,6 +241,6 @@ def _entry(raw: _Entry, frames: dict[Frame, Frame]) -> Entry:
         duration_ms=raw.duration_ms,
         retired=raw.retired,
         timeout_ms=raw.timeout_ms,
-        is_p2p=raw.is_p2p or P2P.match(raw.profiling_name) is not None,
+        is_p2p=raw.is_p2p or P2P.match(op) is not None,
         frames=tuple(frames.setdefault(frame, frame) for frame in stack),
     )

@@ -7,7 +7,9 @@ import re
 from dataclasses import dataclass, field
 
 #: How sends and receives name themselves: ranks of the group, not of the job.
-P2P = re.compile(r"(?:\w+:)?(?P<kind>send|recv)\s+(?P<own>\d+)(?P<way>->|<-)(?P<other>\d+)")
+P2P = re.compile(
+    r"(?:\w+:)?(?P<kind>send|recv)\s+(?P<own>[0-9]{1,9})(?P<way>->|<-)(?P<other>[0-9]{1,9})(?![0-9])"
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Dump:
         """The calls that did not end."""
         return tuple(entry for entry in self.entries if not entry.done)
 
-    @property
+    @functools.cached_property
     def only_open(self) -> bool:
         """Whether calls that ended are most likely left out, as programs can ask of the recorder: none is in it, and some were made."""
         if any(entry.done for entry in self.entries):

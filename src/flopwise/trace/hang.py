@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from flopwise.trace.stream import TraceError
 #: torch/distributed/flight_recorder/components/types.py, `Op.match`.
 _UNEVEN_IN = re.compile(r"scatter$|all_?to_?all|_v\b|allgatherv|coalesced|barrier")
 _UNEVEN_OUT = re.compile(r"(?<!all_)(?<!all)gather$|all_?to_?all|_v\b|coalesced|barrier")
+#: So much of a group's name, and so many sizes of a tensor, are said: characters, dimensions.
+LONGEST_NAME, MOST_SIZES = 200, 8
 
 
 @dataclass(frozen=True)
@@ -122,10 +125,19 @@ def _mismatched(called: dict[int, Entry]) -> dict[int, str]:
 def _words(entry: Entry) -> str:
     sizes = entry.input_sizes or entry.output_sizes
     dtypes = entry.input_dtypes or entry.output_dtypes
-    shown = ", ".join("x".join(map(str, one)) or "scalar" for one in sizes[:3])
+    shown = ", ".join(map(_shape, sizes[:3]))
     more = f" and {len(sizes) - 3} more" if len(sizes) > 3 else ""
     kinds = "/".join(dict.fromkeys(dtypes[:8]))
     return " ".join(filter(None, (entry.op, shown + more, kinds)))
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    more = "x…" if len(sizes) > MOST_SIZES else ""
+    return "x".join(map(str, sizes[:MOST_SIZES])) + more or "scalar"
+
+
+def _named(group: str) -> str:
+    return repr(group if len(group) <= LONGEST_NAME else group[:LONGEST_NAME] + "…")
 
 
 def _told(
@@ -137,14 +149,14 @@ def _told(
     )
     no_dump = tuple(r for r in group.ranks if r not in by_rank)
     at = {rank: _at(by_rank[rank]) for rank in behind}
-    name = f"group {group.name!r}" + (f" ({group.desc})" if group.desc else "")
+    name = f"group {_named(group.name)}" + (f" ({group.desc[:LONGEST_NAME]})" if group.desc else "")
     said = [f"call {number} of {name}, {_words(usual)}"]
     if other:
         verdict = "mismatched"
         said += [f"rank {rank} called {words} instead" for rank, words in list(other.items())[:4]]
     elif behind:
         verdict = "missing"
-        said += [_missed(rank, last, at[rank]) for rank, last in list(behind.items())[:4]]
+        said += [_missed(rank, number, last, at[rank]) for rank, last in list(behind.items())[:4]]
     elif state.ended and waiting:
         verdict = "partial"
         said.append(f"it ended on {listed(state.ended)}")
@@ -178,9 +190,11 @@ def _told(
     )
 
 
-def _missed(rank: int, last: int | None, at: str) -> str:
+def _missed(rank: int, number: int, last: int | None, at: str) -> str:
     if last is None:
         return f"rank {rank} is {at}, and how far it came in this group its dump does not say"
+    if last > number:
+        return f"rank {rank} has later calls, to {last}, and not this one, and is {at}"
     return f"rank {rank} never called it: it reached {last}, and is {at}"
 
 
@@ -190,7 +204,7 @@ def _at(dump: Dump) -> str:
         first = dump.open[0]
         number = first.p2p_seq_id if first.is_p2p else first.collective_seq_id
         place = f" at {first.where}" if first.where else ""
-        return f"in call {number} of group {first.group!r}, {_words(first)}{place}"
+        return f"in call {number} of group {_named(first.group)}, {_words(first)}{place}"
     if dump.entries and dump.entries[-1].where:
         return f"in no call; its last one was at {dump.entries[-1].where}"
     return "in no call"
@@ -199,6 +213,7 @@ def _at(dump: Dump) -> str:
 def _unpaired(groups: Sequence[Members], by_rank: dict[int, Dump]) -> list[Stuck]:
     """Returns sends and receives that wait: of each pair of ranks and direction the first one."""
     members = {(g.name, rank): g for g in groups for rank in g.dumped}
+    messages = {rank: _messages(dump) for rank, dump in by_rank.items()}
     found: dict[tuple[str, int, int, str], Stuck] = {}
     for rank, dump in sorted(by_rank.items()):
         for entry in dump.entries:
@@ -210,27 +225,71 @@ def _unpaired(groups: Sequence[Members], by_rank: dict[int, Dump]) -> list[Stuck
             key = entry.group, rank, peer, match["kind"]
             if key in found:
                 continue
-            at = {peer: _at(by_rank[peer])} if peer in by_rank else {}
-            no_dump = () if peer in by_rank else (peer,)
-            said = f"rank {rank} waits in {entry.op} of group {entry.group!r}"
-            said += f"; rank {peer} is {at[peer]}" if at else f"; rank {peer} has no dump"
+            theirs = by_rank.get(peer)
+            half = None
+            if theirs is not None:
+                exact = not any(one.truncated or one.only_open for one in (dump, theirs))
+                half = _other_half(entry.group, match, messages[rank], messages[peer], exact)
+            at = {peer: _at(theirs)} if theirs is not None and half is None else {}
+            said = f"rank {rank} waits in {entry.op} of group {_named(entry.group)}; rank {peer} "
+            if half is None:
+                said += f"is {at[peer]}" if at else "has no dump"
+            else:
+                said += f"made the other half, {half.op}, " + (
+                    "which ended there" if half.done else "and waits in it"
+                )
+            ended = (peer,) if half is not None and half.done else ()
             found[key] = Stuck(
                 group=entry.group,
                 group_desc=entry.group_desc,
                 sequence=entry.p2p_seq_id,
                 op=entry.op,
-                verdict="unfinished",
+                verdict="partial" if ended else "unfinished",
                 waiting=(rank,),
                 behind={},
                 mismatched={},
-                no_dump=no_dump,
+                no_dump=() if theirs is not None else (peer,),
                 since_ns=entry.time_created_ns,
                 at=at,
                 where={rank: entry.where} if entry.where else {},
                 evidence=said,
-                idle=(peer,) if peer in by_rank and not by_rank[peer].open else (),
+                ended=ended,
+                idle=tuple(other for other in at if not by_rank[other].open),
             )
     return list(found.values())
+
+
+#: Sends and receives of one dump by group, kind, own and other rank, in their order.
+_Messages = dict[tuple[str, str, str, str], list[Entry]]
+
+
+def _messages(dump: Dump) -> _Messages:
+    found: _Messages = defaultdict(list)
+    for entry in dump.entries:
+        match = P2P.match(entry.profiling_name)
+        if match is not None:
+            found[entry.group, match["kind"], match["own"], match["other"]].append(entry)
+    return found
+
+
+def _other_half(
+    group: str, match: re.Match[str], mine: _Messages, theirs: _Messages, exact: bool
+) -> Entry | None:
+    """Returns the call that the first message of a kind that waits meets on the other rank; None where that did not make it.
+
+    Args:
+        group: its name.
+        match: the kind and the ranks of the message.
+        mine: the messages of the rank that waits.
+        theirs: those of the other rank.
+        exact: both are all that were made, so that the first meets the first, and so on; else only one that waits, too, tells.
+    """
+    own, other = match["own"], match["other"]
+    halves = theirs.get((group, "recv" if match["kind"] == "send" else "send", other, own), [])
+    if not exact:
+        return next((one for one in halves if not one.done), None)
+    nth = next(i for i, one in enumerate(mine[group, match["kind"], own, other]) if not one.done)
+    return halves[nth] if nth < len(halves) else None
 
 
 def _global(group: Members | None, number: int) -> int:

@@ -22,6 +22,8 @@ from flopwise.trace.nccl_records import (
 
 #: So many different warnings, variables, choices and operations are kept, and the others counted.
 MOST_WARNINGS = 1_000
+#: So many variables that differ between ranks are named.
+MOST_DIFFERING = 16
 
 
 class Reader:
@@ -69,7 +71,8 @@ class Reader:
     def _message(self, match: re.Match[str], text: str) -> None:
         host = match["host"]
         if host not in self._hosts and match.start():  # the rest of another line may be before it
-            host = next((known for known in self._hosts if host.endswith(known)), host)
+            ends = (host[k:] for k in range(1, len(host)))
+            host = next((end for end in ends if end in self._hosts), host)
         self._note(self._hosts, host)
         speaker = Speaker(host, int(match["pid"]), int(match["tid"]), int(match["device"]))
         if not text.startswith("Trees"):
@@ -236,14 +239,17 @@ class Reader:
 
     def _notes(self, comms: list[Communicator]) -> Iterator[str]:
         if len(self._versions) > 1:
-            yield f"ranks run different versions of NCCL: {', '.join(self._versions)}"
-        for name, values in self._environment.items():
-            if len(values) > 1:
-                yield f"{name} is not the same on all ranks: {', '.join(list(values)[:4])}"
+            yield f"ranks run different versions of NCCL: {', '.join(list(self._versions)[:4])}"
+        differ = [(name, list(of)) for name, of in self._environment.items() if len(of) > 1]
+        for name, values in differ[:MOST_DIFFERING]:
+            said = ", ".join(value[:100] for value in values[:4])
+            yield f"{name} is not the same on all ranks: {said}"
+        if len(differ) > MOST_DIFFERING:
+            yield f"{len(differ) - MOST_DIFFERING} more variables are not the same on all ranks"
         if not comms:
-            yield "no communicator is in the log: NCCL_DEBUG=INFO with the subsystem patterns.INIT says so"
+            yield "no communicator is in the log: NCCL_DEBUG=INFO with the subsystem INIT says so"
         if self._kept.unkept:
-            yield f"{self._kept.unkept} things were beyond the limits of what is kept"
+            yield f"{self._kept.unkept} communicators, connections and warnings are beyond the limits of what is kept, and not counted"
 
 
 def _unpacked(line: str) -> list[str]:

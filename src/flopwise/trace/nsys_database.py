@@ -21,13 +21,15 @@ MAGIC = b"SQLite format 3\0"
 CHUNK = 10_000
 #: Names are cut off here, characters: the longest templates of CUTLASS have some thousands.
 LONGEST_NAME = 16_384
+#: Texts and blobs of columns that hold no names are cut off here, bytes: payloads of NCCL's ranges have less than 100.
+LONGEST_OTHER = 1_024
 #: No answer for so long, and the file is given up: a damaged tree of pages can send the search in circles.
 PATIENCE_S = 60.0
 #: A stored row takes more bytes than this, so that no sound file has more rows than its size over this.
 #: Source: a cell of a table's leaf page is a payload size, a row id and a header (https://www.sqlite.org/fileformat2.html).
 LEAST_ROW_BYTES = 4
-#: A row with a value longer than this ends the reading of its table, bytes.
-LONGEST_VALUE = 16 << 20
+#: A value longer than this ends the reading of its table, bytes: many rows of a file that is made for it may share one.
+LONGEST_VALUE = 1 << 20
 #: What a damaged file may raise: a message of SQLite's may quote bytes that are no text.
 FAILURES = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
 
@@ -171,8 +173,8 @@ class Database:
         Raises:
             sqlite3.Error: the file is damaged, or it takes too long.
         """
-        names = [f'"{column}"' if column in table.columns else "NULL" for column in columns]
-        return self._ask(f'SELECT {", ".join(names)} FROM "{table.name}" NOT INDEXED {where}')
+        values = [_cut(column) if column in table.columns else "NULL" for column in columns]
+        return self._ask(f'SELECT {", ".join(values)} FROM "{table.name}" NOT INDEXED {where}')
 
     def small(self, base: str, columns: tuple[str, ...]) -> list[tuple[Any, ...]]:
         """Returns the first rows of a small table; none where it cannot be read."""
@@ -215,18 +217,28 @@ class Database:
         return found
 
 
+def _cut(column: str) -> str:
+    """Returns what reads a column: numbers as they are, of texts and blobs no more than is of use."""
+    most = LONGEST_NAME if column == "text" or "name" in column.lower() else LONGEST_OTHER
+    return (
+        f"CASE WHEN typeof(\"{column}\") IN ('text', 'blob') THEN substr(\"{column}\", 1, {most}) "
+        f'ELSE "{column}" END'
+    )
+
+
 #: Source: https://www.sqlite.org/c3ref/c_limit_attached.html
 _LIMIT_LENGTH, _LIMIT_ATTACHED = 0, 7
 _READS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ}
 _PRAGMAS = {"table_xinfo"}
+_FUNCTIONS = {"substr", "typeof"}
 
 
 def _allowed(action: int, first: str | None, second: str | None, *_: object) -> int:
-    """What a statement may do: read columns, see a table's columns, cut a string."""
+    """What a statement may do: read columns, see a table's columns, tell the type of a value, cut it."""
     good = (
         action in _READS
         or (action == sqlite3.SQLITE_PRAGMA and first in _PRAGMAS)
-        or (action == sqlite3.SQLITE_FUNCTION and second == "substr")
+        or (action == sqlite3.SQLITE_FUNCTION and second in _FUNCTIONS)
     )
     return sqlite3.SQLITE_OK if good else sqlite3.SQLITE_DENY
 

@@ -38,6 +38,7 @@ class Source:
     record: Path | None = None
     doubt: str | None = None  # what does not fit together about its rank
     process: Process | None = None  # the one that is read, of several in the file
+    helpers: tuple[Process, ...] = ()  # those in it that run too few kernels to be a rank
 
 
 @dataclass(frozen=True)

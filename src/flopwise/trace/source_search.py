@@ -186,14 +186,20 @@ def _lies_in(folder: Path, name: str) -> bool:
 def ranks_of_export(path: Path) -> list[Source]:
     """Returns a source for each process of an export that trains, where several do; nothing where it is of one rank."""
     try:
-        training = processes(path).training
+        found = processes(path)
     except TraceError:
         return []
-    if len(training) < 2:
+    if len(found.training) < 2:
         return []
     return [
-        Source("nsys", path, None, ITS_ORDER, process=one)
-        if one.rank is None
-        else Source("nsys", path, one.rank, THE_FILE, one.world_size, process=one)
-        for one in training
+        Source(
+            "nsys",
+            path,
+            one.rank,
+            ITS_ORDER if one.rank is None else THE_FILE,
+            one.world_size,
+            process=one,
+            helpers=found.helpers,
+        )
+        for one in found.training
     ]

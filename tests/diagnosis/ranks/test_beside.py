@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flopwise.diagnosis.ranks.beside import SHOWN, hangs, routes
+from flopwise.diagnosis.ranks.beside import SHOWN, ended, hangs, routes
 from flopwise.trace.flight_records import Dump, Entry, Frame, Group
 from flopwise.trace.nccl_log import read_nccl_log
 from flopwise.trace.nccl_records import NcclLog
@@ -131,9 +132,12 @@ def test_links_of_one_machine_and_direct_reads_are_no_finding(tmp_path: Path) ->
         f"{HEAD}Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA",
         f"{HEAD}Channel 00/0 : 1[0] -> 0[0] via P2P/CUMEM",
     )
-    found, (note,) = routes([said])
+    found, (note, lacks) = routes([said])
     assert found == []
     assert "NCCL of a version that it does not say" in note
+    assert lacks == (
+        f"{said.path}: no communicator is in the log: NCCL_DEBUG=INFO with the subsystem INIT says so"
+    )
     assert routes([]) == ([], [])
 
 
@@ -141,5 +145,59 @@ def test_warnings_are_said_with_how_often_and_not_without_end(tmp_path: Path) ->
     warned = [f"host:1:2 [0] misc/socket.cc:{k} NCCL WARN broken {k}" for k in range(SHOWN + 3)]
     _, notes = routes([log(tmp_path, *warned, warned[0])])
     said = [note for note in notes if "NCCL warned" in note]
-    assert len(said) == SHOWN
+    assert len(said) == SHOWN + 1
     assert sum("2 times" in note for note in said) == 1
+    assert said[-1].endswith("nccl.log: NCCL warned of 3 more things")
+
+
+def test_ranks_that_contradict_each_other_and_lines_that_are_lost_are_said(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.log.gz"
+    lines = [
+        f"{HEAD}NCCL version 2.28.9+cuda13.0",
+        "other:1:2 [0] NCCL INFO NCCL version 2.27.3+cuda12.9",
+        f"{HEAD}NCCL_ALGO set by environment to Ring",
+        "other:1:2 [0] NCCL INFO NCCL_ALGO set by environment to Tree",
+        f"{HEAD}Channel 00 : torn",
+    ]
+    noise = "".join(f"{k * 7919 % 104729:x}\n" for k in range(50_000))
+    path.write_bytes(gzip.compress(("\n".join(lines) + "\n" + noise).encode())[:-1000])
+    _, notes = routes([read_nccl_log(path)])
+    said = [note.removeprefix(f"{path}: ") for note in notes]
+    assert "the compressed data is cut off: what comes behind is not read" in said
+    assert "1 lines of NCCL's begin as known ones and cannot be read" in said
+    assert "ranks run different versions of NCCL: 2.28.9+cuda13.0, 2.27.3+cuda12.9" in said
+    assert "NCCL_ALGO is not the same on all ranks: Ring, Tree" in said
+
+
+def test_dumps_without_a_hang_are_said_to_have_none() -> None:
+    assert ended([dump(0, {}, {}), dump(1, {})]) == (
+        "2 dumps of flight recorders: all 3 calls in them ended"
+    )
+    nameless = dump(0, {}, {**OPEN, "collective_seq_id": -1})
+    assert hangs([nameless]) == []
+    assert ended([nameless]) == (
+        "1 dump of flight recorders: 1 of 2 calls in them did not end, and for what they wait is not known"
+    )
+    assert ended([]) is None
+
+
+def test_names_without_end_are_few_in_a_sentence(tmp_path: Path) -> None:
+    lines = [f"{HEAD}Channel 00/0 : {k}[0] -> 9[0] via P2P/way{k}" for k in range(SHOWN + 2)]
+    lines += [f"{HEAD}NCCL version 2.{k}.0" for k in range(SHOWN + 3)]
+    _, notes = routes([log(tmp_path, *lines)])
+    assert notes[0].endswith(f"P2P/way{SHOWN - 1} 1 and 2 more")
+    assert "NCCL 2.0.0, 2.1.0, 2.2.0, 2.3.0, 2.4.0, 2.5.0, 2.6.0, 2.7.0 and 3 more, " in notes[0]
+    assert any(note.endswith("versions of NCCL: 2.0.0, 2.1.0, 2.2.0, 2.3.0") for note in notes)
+
+
+def test_sends_that_cross_are_not_the_network() -> None:
+    found = hangs(
+        [
+            dump(0, {**OPEN, "profiling_name": "nccl:send 0->1", "is_p2p": True}),
+            dump(1, {**OPEN, "profiling_name": "nccl:send 1->0", "is_p2p": True}),
+        ]
+    )
+    assert [one.advice for one in found] == [
+        "look at what rank 1 does instead of the other half of it",
+        "look at what rank 0 does instead of the other half of it",
+    ]

@@ -229,6 +229,7 @@ class TestDefectsOf:
         one = found(timeline)["H116"]
         assert {*one.withholds} == {*TIMES, *CALLS}
         assert "no job on a CPU" in one.evidence
+        assert (one.count, one.what) == (1, "events")
 
     def test_operators_of_a_cpu(self, timeline: Any) -> None:
         timeline.op("aten::mm", 10, 20)

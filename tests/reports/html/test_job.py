@@ -22,6 +22,12 @@ HOSTILE = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>&lt
 SHOWN = r"""</script><script>alert(1)</script>"'><img src=x onerror=alert(1)>&lt;\x00\x1b[31m\u202e\ud800]]>--><!--"""
 
 
+def test_without_a_trace_nothing_is_called_clean(job: Make, parsed: Parsed) -> None:
+    verdicts = parsed(render_job_html(job(ranks=[]))).all("section", "verdict")
+    assert verdicts[0].text == "No traces : no trace was given"
+    assert "good" not in verdicts[0].attributes["class"]
+
+
 def test_a_job_in_its_order(job: Make, parsed: Parsed) -> None:
     root = parsed(render_job_html(job()))
     titles = [next(c for c in h.children if isinstance(c, str)) for h in root.all("h2")]

@@ -22,6 +22,8 @@ from flopwise.records.job import JobRecord
 from flopwise.records.ledger import Hot, LedgerRecord, Line, Spent
 from flopwise.records.run import RunRecord
 from flopwise.trace.chrome import Trace, read
+from flopwise.trace.nsys import read_nsys
+from flopwise.trace.nsys_database import MAGIC
 from flopwise.trials.interval import BATCHES, mean_interval, student_t_quantile
 
 #: Of a file that is a record of ours: its first field says so.
@@ -75,7 +77,7 @@ def measured(
     """Returns what there is to compare at a path.
 
     Args:
-        path: a trace of the PyTorch profiler, a folder of `flopwise run`, or a record of one of `flopwise run`,
+        path: a trace of the PyTorch profiler or an export of Nsight Systems, a folder of `flopwise run`, or a record of one of `flopwise run`,
             `flopwise analyze`.
         peak: of the device of a trace, instead of the table's.
         progress: is told how many bytes of a trace were read.
@@ -88,6 +90,8 @@ def measured(
     """
     file = _file(path)
     head = _head(file)
+    if head.startswith(MAGIC):
+        return _of_trace(read_nsys(file, progress), str(path), peak)
     if not _RECORD.match(head):
         return _of_trace(read(file, progress), str(path), peak)
     data = file.read_bytes()
@@ -332,7 +336,7 @@ def _file(path: Path) -> Path:
             raise ComparisonError(f"{path}: neither a folder nor a regular file")
     except (OSError, ValueError) as error:
         raise ComparisonError(
-            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}). Give a trace (.json or .json.gz), "
+            f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}). Give a trace (.json, .json.gz or .sqlite), "
             "the folder of a run, or a record that was written with --json"
         ) from error
     return path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from flopwise.records.finding import Finding
 from flopwise.trace.flight_records import Dump
@@ -41,6 +41,18 @@ def hangs(dumps: Sequence[Dump]) -> list[Finding]:
     ]
 
 
+def ended(dumps: Sequence[Dump]) -> str | None:
+    """Returns what dumps say in which no hang was found; None of none."""
+    if not dumps:
+        return None
+    n, calls = len(dumps), sum(len(one.entries) for one in dumps)
+    left = sum(len(one.open) for one in dumps)
+    of = f"{n} dump{'s' * (n != 1)} of flight recorders"
+    if left:
+        return f"{of}: {left} of {calls} calls in them did not end, and for what they wait is not known"
+    return f"{of}: all {calls} calls in them ended"
+
+
 def _cure(one: Stuck) -> str:
     if one.verdict == "mismatched":
         return "let all ranks of the group call the same operations with the same sizes in the same order"
@@ -55,8 +67,8 @@ def _cure(one: Stuck) -> str:
             f"look at the device of {listed(one.waiting)}, where it did not end as it did on the others: an error that stops a "
             "device (Xid in dmesg), or work before it on the device that does not end"
         )
-    if one.idle:
-        return f"look at what {listed(one.idle)} does instead of the other half of it"
+    if one.at:  # a send or a receive
+        return f"look at what {listed(tuple(one.at))} does instead of the other half of it"
     if one.no_dump:
         return (
             f"see whether {listed(one.no_dump)} still {'runs' if len(one.no_dump) == 1 else 'run'}, and find the dumps: whether the call "
@@ -70,16 +82,18 @@ def routes(logs: Sequence[NcclLog]) -> tuple[list[Finding], list[str]]:
     found: list[Finding] = []
     notes: list[str] = []
     for log in logs:
-        through = ", ".join(f"{name} {n}" for name, n in log.transports.items()) or "none is named"
-        notes.append(
-            f"{log.path}: NCCL {', '.join(log.versions) or 'of a version that it does not say'}, connections through {through}"
-        )
+        through = _few([f"{name} {n}" for name, n in log.transports.items()]) or "none is named"
+        versions = _few(log.versions) or "of a version that it does not say"
+        notes.append(f"{log.path}: NCCL {versions}, connections through {through}")
+        notes += [f"{log.path}: {said}" for said in _doubts(log)]
         notes += [
             f"{log.path}: NCCL warned {one.count} times: {one.text[:200]}"
             if one.count > 1
             else f"{log.path}: NCCL warned: {one.text[:200]}"
             for one in log.warnings[:SHOWN]
         ]
+        if len(log.warnings) > SHOWN:
+            notes.append(f"{log.path}: NCCL warned of {len(log.warnings) - SHOWN} more things")
         sockets = sum(n for name, n in log.transports.items() if name == "NET/Socket")
         if sockets:
             found.append(
@@ -97,6 +111,20 @@ def routes(logs: Sequence[NcclLog]) -> tuple[list[Finding], list[str]]:
                 )
             )
     return found, notes
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _doubts(log: NcclLog) -> Iterator[str]:
+    """Yields in what a log's ranks contradict each other, and what of it was not read."""
+    if log.ends_early is not None:
+        yield f"{log.ends_early}: what comes behind is not read"
+    if log.unreadable:
+        yield f"{log.unreadable} lines of NCCL's begin as known ones and cannot be read"
+    yield from log.notes
 
 
 def _route(evidence: str, advice: str) -> Finding:

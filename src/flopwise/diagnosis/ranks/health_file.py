@@ -69,6 +69,7 @@ def of_file(trace: Trace, sifted: Sifted) -> Iterator[Defect]:
             count=n,
             of=n,
             calls=True,
+            what="events",
         )
 
 

@@ -213,6 +213,8 @@ def _stragglers(
     if waited is None:
         return [], "no call was found on two ranks"
     found = named(caused(matching.matched, ranks, waited), ranks, _span_ns(ranks, matching))
+    if withheld.all_of("steps"):
+        found = [dataclasses.replace(one, per_step_s=None, per_step_ci95=None) for one in found]
     return found, None if found else "no rank causes clearly more than its share of the waiting"
 
 

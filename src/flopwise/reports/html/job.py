@@ -36,7 +36,7 @@ def render_job_html(record: JobRecord) -> str:
             _ranks(record),
             _collectives(record),
             _traffic(record),
-            findings.draw(record.findings, words.FINDINGS, words.SHARE_OF),
+            findings.draw(record.findings, words.FINDINGS, words.share_of(record)),
             provenance.notes(record.notes),
             _sources(record),
             foot(f"flopwise {record.flopwise}"),
@@ -89,6 +89,8 @@ def _health(record: JobRecord) -> Html:
     clean = record.health.clean
     verdict = "section.verdict.good" if clean else "section.verdict.bad"
     looked = ", ".join(record.health.checked[:MOST])
+    if not record.ranks:
+        return el("section.verdict", el("b", "No traces"), ": ", pieces(words.health(record)[1:]))
     return el(
         verdict,
         el("b", "Traces clean" if clean else "Traces with defects"),

@@ -1,0 +1,150 @@
+"""Writes the section "Measured on an H200" of docs/kit/precision.md from raw results.
+
+    python benchmarks/gpu/precision/page.py benchmarks/results/h200/kit_precision.json
+
+Prints Markdown. Sections that were not measured are left out, and one that missed its aim says so.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def page(result: dict[str, Any]) -> str:
+    """Returns the section as Markdown."""
+    machine = result["environment"]
+    parts = [
+        f"One {machine['device']}, torch {machine['torch']}, arms in turns in one process "
+        "(`benchmarks/gpu/kit_precision.py`, raw figures in `benchmarks/results/h200/kit_precision.json`). "
+        "Intervals are 95 %, paired by round."
+    ]
+    for name, write in WRITERS.items():
+        section = result["sections"].get(name)
+        if section is None:
+            continue
+        if "error" in section or "skipped" in section:
+            why = section.get("error") or section["skipped"]
+            parts.append(f"**{TITLES[name]}** Not measured: {why.rstrip('.')}.")
+        else:
+            parts.append(f"**{TITLES[name]}** " + "\n".join(write(section)))
+    return "\n\n".join(parts)
+
+
+def _equal(section: dict[str, Any]) -> Iterator[str]:
+    rows = section["rows"]
+    same, all_ = sum(r["equal"] for r in rows), sum(r["tensors"] for r in rows)
+    yield (
+        f"{same} of {all_} tensors (weights, optimizer state, scales) are equal to GradScaler's to the bit after {section['steps']} "
+        f"steps with overflows, in {len(rows)} set-ups of optimizer and clipping."
+    )
+
+
+def _sync(section: dict[str, Any]) -> Iterator[str]:
+    yield f"Waits a step beyond those of the same step without a scaler, by a profile of {section['profiled_steps']} steps:"
+    yield ""
+    yield "| optimizer | GradScaler | DynamicScaler |"
+    yield "|---|---|---|"
+    by: dict[str, dict[str, str]] = {}
+    for row in section["rows"]:
+        name = row["optimizer"] + (", clipped" if row["clip"] else "")
+        more = ", ".join(f"{n:g} {call}" for call, n in row["more_than_without"].items()) or "none"
+        by.setdefault(name, {})[row["arm"]] = more
+    for name, arms in by.items():
+        yield f"| {name} | {arms['GradScaler']} | {arms['DynamicScaler']} |"
+
+
+def _overhead(section: dict[str, Any]) -> Iterator[str]:
+    yield "float16 with the scaler against the same step with a constant in its place, AdamW fused:"
+    yield ""
+    yield "| parameters | step | DynamicScaler | GradScaler | DynamicScaler against bfloat16 |"
+    yield "|---|---|---|---|---|"
+    for size in section["sizes"]:
+        yield (
+            f"| {size['parameters'] / 1e6:.1f} M | {size['step_ms']['float16, no scaler']:.2f} ms | "
+            f"{_change(size['against_no_scaler'])} | {_change(size['gradscaler_against_no_scaler'])} | "
+            f"{_change(size['against_bfloat16'])} |"
+        )
+    for row in section["unfused"]:
+        yield ""
+        yield (
+            f"{row['optimizer']}, which is not fused: steps taken back on the device {_change(row['masked'])}, waiting "
+            f"{_change(row['waits'])}, GradScaler {_change(row['GradScaler'])}."
+        )
+
+
+def _mixed(section: dict[str, Any]) -> Iterator[str]:
+    yield "A training step of a transformer stack:"
+    yield ""
+    yield "| dtype | step | against float32 | FLOPs in it |"
+    yield "|---|---|---|---|"
+    for name, effect in section["effects"].items():
+        if "declined" in effect:
+            yield f"| {name} | – | declined: {effect['declined']} | – |"
+            continue
+        change = section["against_float32"].get(name)
+        yield (
+            f"| {name} | {section['step_ms'][name]:.2f} ms | {_change(change) if change else '–'} | {100 * effect['share']:.1f} % |"
+        )
+
+
+def _tf32(section: dict[str, Any]) -> Iterator[str]:
+    error = section["relative_error"]
+    yield (
+        f"A product of 4096 x 4096 with its backward takes {section['step_ms']['tf32']:.2f} ms instead of "
+        f"{section['step_ms']['float32']:.2f} ms; its error against float64 is {error['tf32']:.1e} instead of {error['float32']:.1e}. "
+        f"Outside of the module the switch is {section['switches_outside']!r}."
+    )
+
+
+def _masters(section: dict[str, Any]) -> Iterator[str]:
+    yield f"{section['parameters'] / 1e6:.0f} M parameters, AdamW fused, bfloat16:"
+    yield ""
+    names = ("weights", "masters", "gradients", "state")
+    yield f"| | step | {' | '.join(names)} | peak of a step |"
+    yield "|---|---|" + "---|" * (len(names) + 1)
+    for arm, row in section["memory"].items():
+        sizes = " | ".join(f"{row['categories'][n + '_bytes'] / 1e9:.2f} GB" for n in names)
+        peak = "–" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e9:.2f} GB"
+        yield f"| {arm} | {section['step_ms'][arm]:.2f} ms | {sizes} | {peak} |"
+    yield ""
+    same = "equal to the bit" if section["equal_state_dicts_after_4_steps"] else "NOT equal"
+    yield f"With masters the step takes {_change(section['masters_against_autocast'])}; state dicts are {same} after 4 steps."
+
+
+def _float8(section: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"A compiled stack takes {section['step_ms']['float8']:.2f} ms instead of {section['step_ms']['bfloat16']:.2f} ms in bfloat16 "
+        f"({_change(section['against_bfloat16'])})."
+    )
+
+
+def _change(found: dict[str, float]) -> str:
+    low, high = 100 * found["low_frac"], 100 * found["high_frac"]
+    return f"{100 * found['frac']:+.2f} % ({low:+.2f} to {high:+.2f})"
+
+
+TITLES = {
+    "scaler_equal": "Equality.",
+    "scaler_sync": "Waiting.",
+    "scaler_overhead": "Overhead.",
+    "mixed": "Dtypes.",
+    "tf32": "TF32.",
+    "master_weights": "Master weights.",
+    "fp8": "float8.",
+}
+WRITERS = {
+    "scaler_equal": _equal,
+    "scaler_sync": _sync,
+    "scaler_overhead": _overhead,
+    "mixed": _mixed,
+    "tf32": _tf32,
+    "master_weights": _masters,
+    "fp8": _float8,
+}
+
+if __name__ == "__main__":
+    print(page(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))

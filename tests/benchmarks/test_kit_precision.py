@@ -1,0 +1,124 @@
+"""The benchmark of the precision room on a CPU with tiny sizes: every section gives figures, and failures are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "kit_precision.py"
+Run = Callable[..., tuple[subprocess.CompletedProcess[str], dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Returns a function that runs sections and gives the process and its JSON."""
+
+    def go(only: str, *more: str, before: str = "") -> Any:
+        out = tmp_path / "out.json"
+        code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); import kit_precision as k\n{before}\n"
+        code += "sys.exit(k.main(sys.argv[1:]))"
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--tiny", "--out", str(out), "--only", only, *more],
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        return done, json.loads(out.read_text()) if out.exists() else {}
+
+    return go
+
+
+def test_every_section_gives_figures_and_the_page_has_them(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, out = run("scaler_equal,scaler_overhead,master_weights,mixed,tf32,fp8")
+    assert done.returncode == 0, done.stderr
+    sections = out["sections"]
+    equal = sections["scaler_equal"]
+    assert equal["ok"]
+    assert len(equal["rows"]) == 8
+    assert all(row["equal"] == row["tensors"] > 20 for row in equal["rows"])
+    (size,) = sections["scaler_overhead"]["sizes"]
+    ours = size["against_no_scaler"]
+    assert ours["low_frac"] <= ours["frac"] <= ours["high_frac"]
+    assert set(size["step_ms"]) == {
+        "float16, no scaler", "float16, DynamicScaler", "float16, GradScaler", "bfloat16",
+    }  # fmt: skip
+    masters = sections["master_weights"]
+    assert masters["equal_state_dicts_after_4_steps"]
+    assert masters["memory"]["masters"]["categories"]["masters_bytes"] > 0
+    assert masters["memory"]["autocast"]["categories"]["masters_bytes"] == 0
+    mixed = sections["mixed"]
+    assert {n: e["share"] for n, e in mixed["effects"].items() if "share" in e} == {
+        "float32": 1.0, "bfloat16": 1.0, "float16": 1.0,
+    }  # fmt: skip
+    assert "CUDA" in mixed["effects"]["tf32"]["declined"]
+    assert "CUDA" in sections["tf32"]["skipped"]
+    assert "CUDA" in sections["fp8"]["skipped"]
+    assert out["environment"]["device"]
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from precision.page import page
+
+    text = page(out)
+    assert (
+        "are equal to GradScaler's to the bit after 20 steps with overflows, in 8 set-ups" in text
+    )
+    assert "| parameters | step | DynamicScaler |" in text
+    assert "state dicts are equal to the bit after 4 steps" in text
+    assert "**TF32.** Not measured: TF32 is a format of CUDA tensor cores" in text
+
+
+def test_waits_are_counted_by_a_profile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, out = run("scaler_sync")
+    assert done.returncode == 0, done.stderr
+    rows = {
+        (r["optimizer"], r["arm"]): r["more_than_without"]
+        for r in out["sections"]["scaler_sync"]["rows"]
+    }
+    assert rows["sgd foreach", "GradScaler"] == {"aten::_local_scalar_dense": 1.0}
+    assert rows["sgd foreach", "DynamicScaler"] == {}
+    assert rows["adamw fused", "DynamicScaler"] == {}
+    assert out["sections"]["scaler_sync"]["ok"]
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from precision.page import page
+
+    assert "| sgd foreach, clipped | 1 aten::_local_scalar_dense | none |" in page(out)
+
+
+def test_a_failing_section_is_recorded_and_the_others_go_on(run: Run) -> None:
+    broken = (
+        "def fails(tiny, deadline): raise ValueError('as planted')\nk.SECTIONS['mixed'] = fails"
+    )
+    done, out = run("mixed,tf32", before=broken)
+    assert done.returncode == 1
+    assert out["sections"]["mixed"]["error"] == "ValueError: as planted"
+    assert "skipped" in out["sections"]["tf32"]
+
+
+def test_a_spent_budget_leaves_sections_out(run: Run) -> None:
+    done, out = run("tf32", "--budget-s", "-1")
+    assert done.returncode == 0
+    assert out["sections"]["tf32"] == {"skipped": "the budget was spent"}
+
+
+def test_an_unknown_section_is_named(run: Run) -> None:
+    done, _ = run("other")
+    assert done.returncode == 2
+    assert "no such section: other" in done.stderr
+
+
+def test_intervals_are_students(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from precision.stacks import change
+
+    found = change({"a": [1.01, 1.02, 1.03], "b": [1.0, 1.0, 1.0]}, "a", "b")
+    assert found["frac"] == pytest.approx(0.02)
+    assert found["high_frac"] - found["frac"] == pytest.approx(4.30 * 0.01 / math.sqrt(3))
+    assert change({"a": [2.0], "b": [1.0]}, "a", "b")["high_frac"] == math.inf
