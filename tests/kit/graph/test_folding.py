@@ -282,7 +282,7 @@ def test_the_cudnn_call_is_taken_if_it_is_right_and_faster(
     monkeypatch.setattr(folding, "interleaved", measure)
     done: dict[str, int] = {}
     with torch.no_grad():
-        folding._try_cudnn_relu(model, folded, (x,), {}, done)
+        folding._try_cudnn_relu(model, folded, (x,), {}, done, lambda: None)
     assert (folded.graph is not before) is taken
     assert done == ({"conv+relu in one call": 1} if taken else {})
     torch.testing.assert_close(folded(x), model(x))
@@ -305,3 +305,78 @@ def test_a_forward_that_writes_to_its_input_is_folded_and_the_example_left() -> 
     assert torch.equal(x, before)
     assert folded.report.folded["conv+bn"] == 1
     torch.testing.assert_close(folded(x.clone()), model(x.clone()), rtol=1e-4, atol=1e-5)
+
+
+def _into_zeros(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = torch.zeros(4, 4)
+    h += x
+    return h
+
+
+def _into_a_view(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = self.weight * 2
+    h[0] += x[0]
+    return h @ x
+
+
+def _into_a_cache(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.cache[:2].copy_(x[:2])
+    return self.cache.sum(0) * 2 + x
+
+
+def _into_a_copy(self: Any, x: torch.Tensor) -> torch.Tensor:
+    h = x.to(torch.float32, copy=True)
+    h.mul_(2)
+    return h + x
+
+
+def _counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.cache += 1
+    return x * self.cache
+
+
+def _hands_out(self: Any, x: torch.Tensor) -> Any:
+    return x + 1, (self.weight * 2).t()
+
+
+def _draws(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(4)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [_into_zeros, _into_a_view, _into_a_cache, _into_a_copy, _counts, _hands_out, _draws],
+)
+def test_what_a_call_writes_to_is_made_anew_in_every_call(forward: Any) -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+            self.register_buffer("cache", torch.zeros(4, 4))
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> Any:
+            self.calls += 1
+            return forward(self, x)
+
+    torch.manual_seed(0)
+    model, x = Writes().eval(), torch.randn(4, 4)
+    twin, before, rng = copy.deepcopy(model), x.clone(), torch.get_rng_state()
+    folded = fold(model, x, measure=True)
+    # Neither the model nor random numbers nor the example have moved, and the folded graph starts where the model is.
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert torch.equal(x, before)
+    assert model.calls == 0
+    for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    for k in range(3):
+        with torch.no_grad():
+            torch.manual_seed(k)
+            expected = twin(x + k)
+            torch.manual_seed(k)
+            found = folded(x + k)
+        if isinstance(found, torch.Tensor):
+            found, expected = [found], [expected]
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+            a.add_(1)  # what is handed out is the caller's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ class Constants:
 def fold_batch_norms(module: fx.GraphModule) -> dict[str, int]:
     """Folds batch norms into the convolution or linear layer before them; returns how many of each."""
     constants = Constants(module)
+    written = _names(constants, written_nodes(module))
     found = {"conv+bn": 0, "linear+bn": 0}
     for norm in _nodes(module):
         if norm.target is not aten.batch_norm.default or norm.args[5]:
@@ -62,7 +63,7 @@ def fold_batch_norms(module: fx.GraphModule) -> dict[str, int]:
             continue
         kind = _foldable(before)
         tensors = [before.args[1], *before.args[2:3], *norm.args[1:5]]
-        if kind is None or not all(_is_constant(t) for t in tensors):
+        if kind is None or not all(_is_constant(t, written) for t in tensors):
             continue
         if kind == "linear+bn" and norm.meta["val"].dim() != 2:
             continue  # its features are not the dimension that is normalised
@@ -82,8 +83,10 @@ def _foldable(node: Any) -> str | None:
     return "linear+bn" if node.target is aten.linear.default else None
 
 
-def _is_constant(value: Any) -> bool:
-    return value is None or (isinstance(value, fx.Node) and value.op == "get_attr")
+def _is_constant(value: Any, written: set[str]) -> bool:
+    if value is None:
+        return True
+    return isinstance(value, fx.Node) and value.op == "get_attr" and value.target not in written
 
 
 def _folded(constants: Constants, before: Any, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,17 +122,21 @@ def drop_identities(module: fx.GraphModule) -> int:
         nothing |= node.target in (aten.detach.default, aten.alias.default)
         if node.target in (
             aten.to.dtype,
-            aten._to_copy.default,
             aten.contiguous.default,
             aten.view.default,
             aten.reshape.default,
         ):
-            nothing |= _same(node, source)
+            nothing |= _same(node, source) and not _is_copy(node)
         if nothing:
             node.replace_all_uses_with(source)
             module.graph.erase_node(node)
             dropped += 1
     return dropped
+
+
+def _is_copy(node: Any) -> bool:
+    """Whether a cast was asked for a tensor of its own, which something may write to."""
+    return bool(dict(enumerate(node.args)).get(3, node.kwargs.get("copy", False)))
 
 
 def _same(node: Any, source: Any) -> bool:
@@ -143,17 +150,22 @@ def _same(node: Any, source: Any) -> bool:
 
 
 def fold_constants(module: fx.GraphModule) -> int:
-    """Computes what depends on nothing but weights and literals; returns how many operations were replaced."""
+    """Computes what depends on nothing but weights and literals; returns how many operations were replaced.
+
+    What the graph writes to later, or hands out, is made anew in every call.
+    """
     constants = Constants(module)
-    written = _written(module)
+    written = written_nodes(module)
+    names, fresh = _names(constants, written), written | _handed_out(module)
     values: dict[fx.Node, Any] = {}
     for node in _nodes(module):
-        if node.op == "get_attr" and node.target not in written:
+        if node.op == "get_attr" and node.target not in names:
             value = constants.value(node)
             if isinstance(value, torch.Tensor):
                 values[node] = value.detach()
         elif (
             node.op == "call_function"
+            and node not in fresh
             and _is_pure(node)
             and all(i in values for i in node.all_input_nodes)
         ):
@@ -170,14 +182,57 @@ def fold_constants(module: fx.GraphModule) -> int:
     return replaced
 
 
-def _written(module: fx.GraphModule) -> set[str]:
-    """Returns the names of tensors that the graph itself changes."""
-    found = set()
-    for node in _nodes(module):
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            found |= {str(i.target) for i in node.all_input_nodes if i.op == "get_attr"}
+def written_nodes(module: fx.GraphModule) -> set[fx.Node]:
+    """Returns the nodes to whose memory the graph writes, itself or through views."""
+    return _sources([i for n in _nodes(module) for i in _sharing(n, writes=True)])
+
+
+def _handed_out(module: fx.GraphModule) -> set[fx.Node]:
+    """Returns the operations whose memory the caller gets."""
+    ends = [i for n in _nodes(module) if n.op == "output" for i in n.all_input_nodes]
+    return {n for n in _sources(ends) if n.op == "call_function"}
+
+
+def _sources(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Returns the nodes, and those whose memory they share."""
+    found: set[fx.Node] = set()
+    while nodes:
+        node = nodes.pop()
+        if node not in found:
+            found.add(node)
+            nodes += _sharing(node)
     return found
+
+
+def _sharing(node: Any, writes: bool = False) -> Iterator[fx.Node]:
+    """Yields the inputs whose memory the result may share; with `writes` those that are written to."""
+    if node.target is operator.getitem or node.target in _NOTHING:
+        if not writes:
+            yield node.args[0]
+        return
+    schema = getattr(node.target, "_schema", None)
+    for k, argument in enumerate(schema.arguments if schema is not None else ()):
+        info = argument.alias_info
+        if info is None or (writes and not info.is_write):
+            continue
+        value = node.args[k] if k < len(node.args) else node.kwargs.get(argument.name)
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, fx.Node):
+                yield each
+
+
+def _names(constants: Constants, nodes: set[fx.Node]) -> set[str]:
+    """Returns the names of the tensors that these nodes stand for, and of those that share their memory."""
+
+    def place(node: fx.Node) -> int | None:
+        value = constants.value(node)
+        return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+    places = {place(n) for n in nodes if n.op == "get_attr"} - {None}
+    if not places:
+        return set()
+    every = [n for n in _nodes(constants.module) if n.op == "get_attr"]
+    return {str(n.target) for n in every if place(n) in places}
 
 
 def _is_pure(node: Any) -> bool:
@@ -222,11 +277,13 @@ def _only_views(node: fx.Node, values: dict[fx.Node, Any]) -> bool:
 def choose_branches(module: fx.GraphModule) -> int:
     """Replaces `torch.cond` and `where` on a constant condition by the branch that is taken; returns how many."""
     constants = Constants(module)
+    written = written_nodes(module)
+    names = _names(constants, written)
     chosen = 0
     for node in _nodes(module):
-        if node.op != "call_function":
+        if node.op != "call_function" or node in written:
             continue
-        condition = _condition(constants, node)
+        condition = _condition(constants, node, names)
         if condition is None:
             continue
         if node.target is aten.where.self:
@@ -240,14 +297,14 @@ def choose_branches(module: fx.GraphModule) -> int:
     return chosen
 
 
-def _condition(constants: Constants, node: Any) -> bool | None:
+def _condition(constants: Constants, node: Any, written: set[str]) -> bool | None:
     """Returns the value of a constant condition, None where it is not known or not the same everywhere."""
     if node.target is not aten.where.self and node.target is not torch.ops.higher_order.cond:
         return None
     condition = node.args[0]
     if isinstance(condition, bool):
         return condition
-    if not isinstance(condition, fx.Node) or condition.op != "get_attr":
+    if not isinstance(condition, fx.Node) or not _is_constant(condition, written):
         return None
     value = constants.value(condition)
     if bool(value.all()):
@@ -325,6 +382,14 @@ def _after_layer(node: Any) -> bool:
         and len(before.users) == 1
         and (before.target in CONVOLUTIONS or before.target is aten.linear.default)
     )
+
+
+def written_tensors(module: fx.GraphModule) -> list[torch.Tensor]:
+    """Returns the graph's own tensors that a call of it changes (a counter, a cache)."""
+    constants = Constants(module)
+    names = _names(constants, written_nodes(module))
+    nodes = {str(n.target): n for n in _nodes(module) if n.op == "get_attr"}
+    return [constants.value(nodes[name]) for name in sorted(names)]
 
 
 def count_nodes(module: fx.GraphModule) -> int:

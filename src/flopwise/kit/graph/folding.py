@@ -15,7 +15,7 @@ from torch import fx, nn
 from flopwise.errors import GraphError
 from flopwise.kit.graph import fold_passes as passes
 from flopwise.kit.graph.counting import count_kernels
-from flopwise.kit.graph.kept import device_of
+from flopwise.kit.graph.kept import device_of, kept
 from flopwise.kit.graph.numerics import FEWEST_ROUNDOFFS, MOST_TIMES, ROUNDOFF, plain, relative
 from flopwise.kit.graph.timing import interleaved
 from flopwise.kit.nested import map_tensors, tensors_in
@@ -108,21 +108,27 @@ def fold(
     example, keywords = map_tensors(
         (example, keywords), lambda t: t.clone()
     )  # a forward may write to it
-    with torch.no_grad():
+    with torch.no_grad(), kept(model, weights=False) as state:
         graph = _exported(model, example, keywords, dynamic_batch)
         nodes_before, branches = passes.count_nodes(graph), passes.has_branches(graph)
         folded = _fold(graph)
         result = Folded(graph)
+        own = [(t, t.clone()) for t in passes.written_tensors(graph)]
+
+        def rewind() -> None:
+            state.rewind()
+            for tensor, value in own:
+                tensor.copy_(value)
 
         def run(module: Any) -> Callable[[], Any]:
             return lambda: module(*example, **keywords)
 
-        before, after, passed, reason = _errors(model, result, example, keywords)
+        before, after, passed, reason = _errors(model, result, example, keywords, rewind)
         if not passed:
             raise GraphError(f"{type(model).__name__} is not folded: {reason}")
-        if device.type == "cuda":
-            _try_cudnn_relu(model, result, example, keywords, folded)
-            before, after, _, _ = _errors(model, result, example, keywords)
+        if device.type == "cuda" and not own:
+            _try_cudnn_relu(model, result, example, keywords, folded, rewind)
+            before, after, _, _ = _errors(model, result, example, keywords, rewind)
         times = interleaved({"before": run(model), "after": run(result)}, device) if measure else {}
         result.report = FoldReport(
             nodes_before,
@@ -135,6 +141,7 @@ def fold(
             times.get("before"),
             times.get("after"),
         )
+        rewind()
     return result
 
 
@@ -222,7 +229,12 @@ def _drop_unused(graph: fx.GraphModule) -> None:
 
 
 def _try_cudnn_relu(
-    model: nn.Module, result: Folded, example: Any, keywords: Any, folded: dict[str, int]
+    model: nn.Module,
+    result: Folded,
+    example: Any,
+    keywords: Any,
+    folded: dict[str, int],
+    rewind: Callable[[], None],
 ) -> None:
     """Fuses convolutions with their ReLUs if the outcome is right and faster, on a GPU."""
     with warnings.catch_warnings():
@@ -234,7 +246,7 @@ def _try_cudnn_relu(
     trial.recompile()
     try:
         other = Folded(trial)
-        _, _, passed, _ = _errors(model, other, example, keywords)
+        _, _, passed, _ = _errors(model, other, example, keywords, rewind)
         arms = {
             "apart": lambda: result(*example, **keywords),
             "fused": lambda: other(*example, **keywords),
@@ -248,11 +260,12 @@ def _try_cudnn_relu(
 
 
 def _errors(
-    model: nn.Module, result: Folded, example: Any, keywords: Any
+    model: nn.Module, result: Folded, example: Any, keywords: Any, rewind: Callable[[], None]
 ) -> tuple[float | None, float, bool, str]:
     """Returns the errors against float64 before and after, whether the latter will do, and why not."""
 
     def outputs(module: Any, tree: tuple[Any, Any]) -> list[torch.Tensor]:
+        rewind()  # the same random numbers, counters and caches for all
         args, kwargs = map_tensors(tree, lambda t: t.clone())
         return [t for t in tensors_in(plain(module(*args, **kwargs))) if t.is_floating_point()]
 
@@ -261,6 +274,7 @@ def _errors(
     roundoff = max((ROUNDOFF.get(t.dtype, 2.0**-24) for t in old), default=2.0**-24)
     wide = map_tensors(given, lambda t: t.double() if t.is_floating_point() else t)
     try:
+        rewind()
         exact = outputs(copy.deepcopy(model).double(), wide)
         before: float | None = relative(old, exact)
         after = relative(new, exact)
