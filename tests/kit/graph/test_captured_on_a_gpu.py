@@ -13,6 +13,7 @@ from torch import nn
 
 from flopwise.errors import GraphWarning
 from flopwise.kit.graph import CapturedStep
+from flopwise.kit.precision import DynamicScaler
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 pytestmark = [
@@ -43,11 +44,15 @@ class Net(nn.Module):
         return self.last(self.drop(F.relu(self.norm(self.conv(x))).flatten(1)))
 
 
-def training(make: Any, scaled: bool = False, **options: Any) -> tuple[nn.Module, Any, Any]:
+def training(
+    make: Any, scaled: bool = False, own: Any = None, **options: Any
+) -> tuple[nn.Module, Any, Any]:
     torch.manual_seed(0)
     net = Net().cuda()
     optimizer = make(net.parameters(), **options)
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8, growth_interval=11, enabled=scaled)
+    scaler = own or torch.amp.GradScaler(
+        "cuda", init_scale=2.0**8, growth_interval=11, enabled=scaled
+    )
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)
@@ -135,6 +140,28 @@ def test_a_scaler_in_fp16() -> None:
     losses, expected = losses_of(True), losses_of(False)
     assert losses[:40] == expected[:40]
     assert losses[41:] == expected[41:]
+
+
+def test_a_dynamic_scaler_goes_on_reviewing() -> None:
+    def run_of(captured: bool) -> Any:
+        scaler = DynamicScaler("cuda", review_steps=20)
+        net, optimizer, step = training(torch.optim.AdamW, True, scaler, lr=2.0**-10, fused=True)
+        run_step = CapturedStep(step, net, optimizer) if captured else step
+        data = batches(130)
+        for k in (50, 51, 90):
+            data[k] = (data[k][0] * 1e30, data[k][1])
+        losses = run(run_step, data)
+        if captured:
+            assert run_step.report().reason is None
+            assert run_step.report().replays > 100
+        scaler.drain()
+        reviews = [(r.update, r.amax, r.scale) for r in scaler.reviews]
+        return [str(loss) for loss in losses], scaler.get_scale(), scaler.skipped, reviews
+
+    found, expected = run_of(True), run_of(False)
+    assert found == expected
+    assert found[2] == 3
+    assert [r[0] for r in found[3]] == [20, 40, 60, 80, 100, 120]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_each_thing_that_breaks_a_graph() -> None:
         new_parameter: "parts, parameters or buffers of a module were replaced",
         new_part: "parts, parameters or buffers of a module were replaced",
         load: "the state of the optimizer was replaced (loaded)",
-        replace: "tensors in the state of the optimizer were replaced",
+        replace: "tensors in the state of the optimizer or scaler were replaced",
         decay: "numbers of the optimizer other than learning rates changed",
         buffer: "parts, parameters or buffers of a module were replaced",
     }

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from flopwise.errors import GraphWarning
 from flopwise.kit.graph.buckets import Buckets
+from flopwise.kit.graph.deferred import Deferred
 from flopwise.kit.graph.forms import Form, applied
 from flopwise.kit.graph.guards import Guards, conditions, static_problem
 from flopwise.kit.graph.parts import Watch, parts_of
@@ -62,7 +63,7 @@ class CapturedStep:
         step: the step. Modules, optimizers, scalers and schedulers that its code names are found by themselves.
         model: the module or modules that it trains.
         optimizer: the optimizer or optimizers.
-        scaler: a `torch.amp.GradScaler`, if there is one.
+        scaler: a `torch.amp.GradScaler` or `flopwise.kit.precision.DynamicScaler`, if there is one.
         state: other modules, tensors or generators that the step changes (a moving average of weights).
         buckets: pads batches to a few sizes, so that a few graphs are enough.
         warm_up: eager steps of every shape before it is captured, 2 at least.
@@ -98,6 +99,7 @@ class CapturedStep:
         scalers = [scaler] if scaler is not None else []
         self._step = step
         self._parts = parts_of(step, modules, optimizers, scalers, state)
+        self._deferred = Deferred(self._parts.scalers)
         self._scaled = any(getattr(s, "is_enabled", lambda: True)() for s in self._parts.scalers)
         self._forms = [Form(o, self._scaled) for o in self._parts.optimizers]
         self._buckets, self._warm_up, self._verify_steps = buckets, warm_up, verify
@@ -136,8 +138,12 @@ class CapturedStep:
                     self._eager_runs += 1
                     return _detached(self._step(*given[0], **given[1]))
             elif shape.left == 0:
-                return self._replay(shape, args, kwargs)
-        return self._learn(shape, args, kwargs)
+                result = self._replay(shape, args, kwargs)
+                self._deferred.make_up()
+                return result
+        result = self._learn(shape, args, kwargs)
+        self._deferred.make_up()
+        return result
 
     def report(self) -> StepReport:
         """Returns what became of the steps so far."""
@@ -195,7 +201,8 @@ class CapturedStep:
     def _run(self, args: Any, kwargs: Any, own: bool = False) -> Any:
         """Runs a step eagerly, on the stream of captures and in the capturable form once there is one."""
         self._eager_runs += 1
-        with self._surface.aside(), applied([] if own else self._forms):
+        forms = [] if own else self._forms
+        with self._surface.aside(), applied(forms), self._deferred.run():
             return _detached(self._step(*args, **kwargs))
 
     def _launch(self, shape: Shape, args: Any, kwargs: Any) -> Any:
@@ -208,6 +215,7 @@ class CapturedStep:
         if shape.guards.accumulates:
             shape.guards.bring_grads(self._parts)
         shape.graph.replay()
+        self._deferred.left = shape.deferred
         if self._last is not shape or shape.guards.grads_moved(self._parts, shape.grads):
             for parameter, grad in zip(self._parts.parameter_list, shape.grads, strict=True):
                 parameter.grad = grad
@@ -346,12 +354,15 @@ class CapturedStep:
             del saved
             self._give_up("there is no memory to check a graph beside the step itself")
             return first(*again), None, None
+        left = self._deferred.left
         saved.swap()
         try:
             other = second(*again)
         except Exception as error:
             saved.take_first()
+            self._deferred.left = left
             return result, None, f"{type(error).__name__}: {_first_line(error)}"
+        self._deferred.left = left
         apart = saved.apart() | _outputs_apart(other, result)
         saved.take_first()
         return result, apart, None
@@ -380,7 +391,7 @@ class CapturedStep:
         entry = [p.grad for p in self._parts.parameter_list]
         try:
             inputs = static_copy((args, kwargs), self._surface.device)
-            with applied(self._forms):
+            with applied(self._forms), self._deferred.run():
                 graph, output = self._surface.capture(
                     lambda: self._step(*inputs[0], **inputs[1]), self._parts.generators
                 )
@@ -391,6 +402,7 @@ class CapturedStep:
             )
             return False
         shape.graph, shape.inputs, shape.output = graph, inputs, _detached(output)
+        shape.deferred, self._deferred.left = self._deferred.left, []
         shape.grads = [p.grad for p in self._parts.parameter_list]
         shape.guards = Guards(self._parts, self._forms, entry, shape.grads)
         shape.left = self._verify_steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -64,7 +65,9 @@ class Guards:
         ]
         self._members = _members(parts)
         self._states = [o.state for o in parts.optimizers]
+        # Kept, so that no other tensor can have their identities.
         self._state_members = _state_members(parts)
+        self._state_ids = list(map(id, self._state_members))
         self._constants = [f.constants for f in forms]
         #: Whether the step adds to gradients that were there before it.
         self.accumulates = any(a is not None and a is b for a, b in zip(entry, grads, strict=True))
@@ -80,8 +83,9 @@ class Guards:
         for optimizer, state in zip(parts.optimizers, self._states, strict=True):
             if optimizer.state is not state:
                 return "the state of the optimizer was replaced (loaded)"
-        if _state_members(parts) != self._state_members:
-            return "tensors in the state of the optimizer were replaced"
+        members = _state_members(parts)
+        if list(map(id, members)) != self._state_ids:
+            return "tensors in the state of the optimizer or scaler were replaced"
         for form, constants in zip(forms, self._constants, strict=True):
             if form.constants != constants:
                 return "numbers of the optimizer other than learning rates changed"
@@ -110,6 +114,7 @@ def _members(parts: Parts) -> list[int]:
     ]
 
 
-def _state_members(parts: Parts) -> list[int]:
-    """Returns the identities of all tensors in the optimizers' state."""
-    return [id(v) for o in parts.optimizers for entry in o.state.values() for v in entry.values()]
+def _state_members(parts: Parts) -> list[Any]:
+    """Returns all that is in the optimizers' state, and the scalers' tensors."""
+    own = [v for o in parts.optimizers for entry in o.state.values() for v in entry.values()]
+    return own + [v for s in parts.scalers for v in vars(s).values() if torch.is_tensor(v)]

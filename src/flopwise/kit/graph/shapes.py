@@ -48,6 +48,7 @@ class Shape:
     output: Any = None
     grads: list[torch.Tensor | None] = field(default_factory=list)
     guards: Guards | None = None
+    deferred: list[Any] = field(default_factory=list)  # what its replays leave to the host
     left: int = 0  # verifications to come
 
     def forget(self) -> None:
@@ -55,7 +56,7 @@ class Shape:
         if self.graph is not None:
             self.graph.reset()
         self.graph = self.guards = self.output = self.inputs = None
-        self.grads = []
+        self.grads, self.deferred = [], []
 
 
 def advice(shapes: Collection[Shape]) -> str:

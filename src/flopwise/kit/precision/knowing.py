@@ -22,6 +22,8 @@ _FORGOTTEN = (
     "_plain_step",
     "_looked",
     "_clip_watch",
+    "_left_out",
+    "_unread",
 )
 
 

@@ -22,13 +22,17 @@ class Review:
     update: int  # how many updates there had been
     amax: float  # largest magnitude of unscaled gradients since the last review; 0 if every step was skipped
     scale: float  # chosen
-    subnormal_frac: float  # of gradient entries, in float16 at the scale before the review
+    # Of gradient entries, in float16 at the scale before the review; NaN: not looked at (several devices, a CUDA graph).
+    subnormal_frac: float
     lost_frac: float  # that would round to zero
     zero_frac: float  # that are zero already
 
     def __str__(self) -> str:
+        said = f"update {self.update}: max |grad| {self.amax:.3g}, scale {self.scale:g}"
+        if math.isnan(self.subnormal_frac):
+            return said
         return (
-            f"update {self.update}: max |grad| {self.amax:.3g}, scale {self.scale:g}; of the gradients "
+            f"{said}; of the gradients "
             f"{self.subnormal_frac:.2%} are subnormal in float16, {self.lost_frac:.2%} would be lost, "
             f"{self.zero_frac:.2%} are zero"
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from flopwise.errors import PrecisionError
 from flopwise.kit.precision import alarm, clipping
 from flopwise.kit.precision.checking import check, group_of
 from flopwise.kit.precision.knowing import KnowingScaler
+from flopwise.kit.precision.late import Late
 from flopwise.kit.precision.leftovers import multiply
 from flopwise.kit.precision.saying import users_line
 from flopwise.kit.precision.schedule import MagnitudeSchedule
@@ -98,6 +100,11 @@ class DynamicScaler(KnowingScaler):
         self._alarm = alarm.Alarm(self.alarm_skips, self.alarm_frac)
         self._clip_watch = clipping.ClipWatch()
         self._backwards = 0  # calls of scale since the last update
+        self._left_out: list[list[torch.Tensor]] | None = None  # updates, while they are deferred
+        self._unread: torch.Tensor | None = None  # their rows
+
+    #: kit.graph.CapturedStep looks for it, and for `deferring` and `make_up`.
+    capturable = True
 
     @property
     def headroom(self) -> float:
@@ -205,32 +212,65 @@ class DynamicScaler(KnowingScaler):
                 states.clear()  # only optimizers without gradients
                 self._backwards = 0
             return
-        if new_scale is not None or self._captured():
+        deferred = self._left_out
+        if new_scale is not None or (deferred is None and self._captured()):
             super().update(new_scale)
             self._end_of_window(states)
             return
         scale, _ = self._check_scale_growth_tracker("update")
         strays = self._left.strays(states)
         before = scale.clone() if strays else None
-        late = self._rows(scale)
+        late = self._rows(scale) if deferred is None else None
         # Unscaled, but not stepped: the scale is GradScaler's matter, and there is no step to count.
         counts = any(state["stage"] is OptState.STEPPED for state in states.values())
         if counts:
-            late.write([amax for each in self._amaxes.values() for amax in each], scale)
-            self._updates += 1
+            amaxes = [amax for each in self._amaxes.values() for amax in each]
+            if late is not None:
+                late.write(amaxes, scale)
+                self._updates += 1
+            elif deferred is not None:
+                self._leave(amaxes, scale, deferred)
+                deferred.append(strays)
         self._back_off_or_grow()
-        if counts and self.schedule == "magnitude" and self._magnitude.due(self._updates):
-            numbers = self._magnitude.review(late.recent(), scale, self._backoff_factor)
-            late.ask_review(self._updates, numbers)
+        if counts and late is not None:
+            self._review_if_due(late, scale)
         scale.clamp_(min=self.min_scale)
         if before is not None:
             multiply(strays, scale / before)
         self._end_of_window(states)
-        late.ask()
-        self._say_reviews(late.arrived())
-        self._alarm.heard(
-            late.known, [o for _, o in self._left.alive()], self.min_scale, self._backoff_factor
-        )
+        if late is not None:
+            self._take_in(late)
+
+    @contextmanager
+    def deferring(self) -> Iterator[list[list[torch.Tensor]]]:
+        """Lets `update` do in the block only what the device does; yields what `make_up` is to be given afterwards.
+
+        For steps that are captured in a CUDA graph: a replay runs no Python. The scale backs off (or grows, with
+        `schedule="growth"`) in the graph; reviews, counts and alarms come after it.
+        """
+        before, self._left_out = self._left_out, []
+        try:
+            yield self._left_out
+        finally:
+            self._left_out = before
+
+    def make_up(self, left: Sequence[list[torch.Tensor]]) -> None:
+        """Takes in the updates of a step that was run or replayed with `deferring`, and reviews the scale if that is due.
+
+        The scale is set in place, so that the next replay reads it. Nothing waits for the device.
+        """
+        if not left or self._scale is None or self._unread is None:
+            return
+        scale, late = self._scale, self._rows(self._scale)
+        for row, strays in zip(self._unread.unbind(), left, strict=False):
+            late.write([row[0]], row[1])
+            self._updates += 1
+            before = scale.clone() if strays else None
+            self._review_if_due(late, scale)
+            scale.clamp_(min=self.min_scale)
+            if before is not None:
+                multiply(strays, scale / before)
+        self._take_in(late)
 
     def clip_grad_norm_(
         self,
@@ -278,7 +318,35 @@ class DynamicScaler(KnowingScaler):
 
     def _reviews_next(self) -> bool:
         due = self.schedule == "magnitude" and self._magnitude.due(self._updates + 1)
+        if self._left_out is not None:
+            return False
         return due and not (self._device == "cuda" and torch.cuda.is_current_stream_capturing())
+
+    def _review_if_due(self, late: Late, scale: torch.Tensor) -> None:
+        if self.schedule == "magnitude" and self._magnitude.due(self._updates):
+            numbers = self._magnitude.review(late.recent(), scale, self._backoff_factor)
+            late.ask_review(self._updates, numbers)
+
+    def _take_in(self, late: Late) -> None:
+        """Asks for the numbers of updates, and takes in those that have come."""
+        late.ask()
+        self._say_reviews(late.arrived())
+        self._alarm.heard(
+            late.known, [o for _, o in self._left.alive()], self.min_scale, self._backoff_factor
+        )
+
+    def _leave(
+        self, amaxes: list[torch.Tensor], scale: torch.Tensor, deferred: Sequence[Any]
+    ) -> None:
+        """Writes the row of an update to where `make_up` finds it."""
+        place = len(deferred)
+        if self._unread is None or place >= len(self._unread):
+            rows = torch.zeros(place + 1, 2, device=scale.device)
+            if self._unread is not None:
+                rows[:place].copy_(self._unread)
+            self._unread = rows
+        amax = amaxes[0] if len(amaxes) == 1 else torch.stack(amaxes).amax()
+        torch._foreach_copy_(list(self._unread[place].unbind()), [amax, scale])
 
     def _put_back(self) -> None:
         if self._scale is None:
