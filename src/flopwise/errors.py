@@ -14,11 +14,13 @@ FlopwiseError                 anything that is ours to explain; the command line
 ├── ComparisonError           there is nothing to compare at a path (diagnosis.comparison.sides)
 ├── AttachError               a hook that the meter leans on is not there in this torch
 ├── PrecisionError            a precision cannot be used as asked (kit.precision)
+├── GraphError                a step or model cannot be captured, compiled or folded as asked (kit.graph)
 └── InputError                batches cannot be moved, handed out or resumed as asked (kit.input)
     └── ConsistencyError      a batch on the device is not the one that was sent
 
 FlopwiseWarning               something is done the plain way, or works, but not as one would think: said once
 ├── PrecisionWarning          a precision does not take effect, or numbers may suffer from it (kit.precision)
+├── GraphWarning              a step or a module runs eagerly after all (kit.graph)
 └── MemoryWarning             a model was run to be measured and is not what it was (kit.memory)
 
 A message says where, what was seen, what still holds, and what to do.

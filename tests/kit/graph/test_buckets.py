@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flopwise.errors import GraphError
 from flopwise.kit.graph.buckets import Buckets, suggest_buckets
 
 
@@ -33,9 +34,9 @@ def test_the_fewest_buckets_within_the_share(sizes: dict[int, int], share: float
 def test_multiples_and_wrong_sizes() -> None:
     assert suggest_buckets([5, 6, 7, 30], 0.3, multiple=8) == [8, 32]
     for wrong in ([], [0]):
-        with pytest.raises(ValueError, match="sizes of 1 or more"):
+        with pytest.raises(GraphError, match="sizes of 1 or more"):
             suggest_buckets(wrong)
-    with pytest.raises(ValueError, match="sizes of 1 or more"):
+    with pytest.raises(GraphError, match="sizes of 1 or more"):
         Buckets(())
 
 

@@ -576,13 +576,6 @@ def test_state_is_kept_on_the_host_where_the_device_is_full(graphs: Any) -> None
     assert captured.report().graphs == 1
 
 
-@pytest.mark.parametrize("wrong", [{"warm_up": 1}, {"verify": 0}])
-def test_no_graph_without_warm_up_and_verification(graphs: Any, wrong: dict[str, int]) -> None:
-    net, optimizer, step = training(torch.optim.SGD, lr=0.125)
-    with pytest.raises(ValueError, match="2 eager steps at least, and verified once"):
-        CapturedStep(step, net, optimizer, surface=graphs, **wrong)
-
-
 def test_out_of_memory_between_unscaling_and_the_step_leaves_the_scaler_usable(graphs: Any) -> None:
     def trained(captured: bool) -> nn.Module:
         torch.manual_seed(3)

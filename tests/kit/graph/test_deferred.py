@@ -115,9 +115,14 @@ def test_the_work_of_the_run_that_stands_is_made_up_for_once() -> None:
     deferred = Deferred([object(), scaler])
     with deferred.run():
         scaler.now.append(1)
-    with pytest.raises(ValueError, match="amid"), deferred.run():
-        scaler.now.append(2)
-        raise ValueError("amid the step")
+
+    def fails() -> None:
+        with deferred.run():
+            scaler.now.append(2)
+            raise ValueError("amid the step")
+
+    with pytest.raises(ValueError, match="amid"):
+        fails()
     deferred.make_up()
     deferred.make_up()
     assert scaler.made == [[1]]

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from flopwise.errors import GraphError
+from flopwise.kit.graph.arguments import check_whole
 from flopwise.kit.nested import map_tensors, tensors_in
 
 
@@ -23,14 +25,21 @@ def suggest_buckets(
         multiple: buckets are multiples of it (8 suits tensor cores).
 
     Raises:
-        ValueError: no size was given, or one is below 1.
+        GraphError: no size was given, one is below 1, or another argument is out of range.
     """
+    check_whole(multiple, "multiple", 1)
+    if not isinstance(most_padding_frac, (int, float)) or not 0 <= most_padding_frac <= 1:
+        raise GraphError(f"most_padding_frac={most_padding_frac!r}: it is a share, 0 to 1")
+    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
+        raise GraphError(f"buckets need sizes of 1 or more, not {sizes!r}")
     counts: dict[int, int] = {}
     pairs = sizes.items() if isinstance(sizes, Mapping) else ((size, 1) for size in sizes)
     for size, times in pairs:
+        if int(size) != size or times < 0:
+            raise GraphError(f"size {size!r}, seen {times!r} times: both are whole numbers")
         counts[int(size)] = counts.get(int(size), 0) + times
     if not counts or min(counts) < 1:
-        raise ValueError("buckets need sizes of 1 or more")
+        raise GraphError("buckets need sizes of 1 or more")
     tops = sorted({-(-size // multiple) * multiple for size in counts})
     groups = [
         sum(n for s, n in counts.items() if low < s <= top)
@@ -88,9 +97,16 @@ class Buckets:
     fill: float | Mapping[str, float] = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "sizes", tuple(sorted(self.sizes)))
-        if not self.sizes or self.sizes[0] < 1:
-            raise ValueError("buckets need sizes of 1 or more")
+        if isinstance(self.sizes, (str, bytes)) or not isinstance(self.sizes, Iterable):
+            raise GraphError(f"buckets need several sizes of 1 or more, not {self.sizes!r}")
+        sizes = tuple(self.sizes)
+        if not sizes or not all(isinstance(s, int) and s >= 1 for s in sizes):
+            raise GraphError(f"buckets need whole sizes of 1 or more, not {sizes!r}")
+        object.__setattr__(self, "sizes", tuple(sorted(sizes)))
+        check_whole(self.dim, "dim", 0)
+        fills = self.fill.values() if isinstance(self.fill, Mapping) else (self.fill,)
+        if not all(isinstance(f, (int, float)) for f in fills):
+            raise GraphError(f"fill={self.fill!r}: it is a number, or numbers by name")
 
     def __call__(self, batch: Any) -> Any:
         """Returns the batch with every tensor that has the varying size padded to its bucket."""

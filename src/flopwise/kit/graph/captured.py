@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import time
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,13 +12,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from flopwise.errors import GraphWarning
+from flopwise.errors import GraphError
+from flopwise.kit.graph.arguments import check_whole, listed, several
 from flopwise.kit.graph.buckets import Buckets
 from flopwise.kit.graph.deferred import Deferred
 from flopwise.kit.graph.forms import Form, applied
 from flopwise.kit.graph.guards import Guards, conditions, static_problem
-from flopwise.kit.graph.parts import Watch, parts_of
+from flopwise.kit.graph.parts import Watch, is_scaler, parts_of
 from flopwise.kit.graph.saved import Constants, Saved, distance, state_bytes, state_tensors
+from flopwise.kit.graph.saying import warn
 from flopwise.kit.graph.shapes import Shape, StepReport, advice
 from flopwise.kit.graph.signature import Unseen, fill, plain_values, signature, sizes, static_copy
 from flopwise.kit.graph.surface import CudaSurface, NoSurface, Surface, is_move
@@ -72,6 +73,9 @@ class CapturedStep:
         most_graphs: more shapes than this are not captured.
         patience: steps within which some shape has to come back often enough.
         surface: where to capture; None for CUDA where the model is on a GPU.
+
+    Raises:
+        GraphError: an argument is not what it has to be.
     """
 
     def __init__(
@@ -90,13 +94,22 @@ class CapturedStep:
         patience: int = 64,
         surface: Surface | None = None,
     ) -> None:
-        if warm_up < 2 or verify < 1:
-            raise ValueError(
-                "a step is captured after 2 eager steps at least, and verified once at least"
-            )
-        modules = [model] if isinstance(model, nn.Module) else list(model)
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+        if not callable(step):
+            raise GraphError(f"step is a function that makes one training step, not {step!r}")
+        check_whole(warm_up, "warm_up", 2)
+        check_whole(verify, "verify", 1)
+        check_whole(most_graphs, "most_graphs", 1)
+        check_whole(patience, "patience", 1)
+        if recheck_every is not None:
+            check_whole(recheck_every, "recheck_every", 1)
+        if buckets is not None and not callable(buckets):
+            raise GraphError(f"buckets={buckets!r}: it is a Buckets, as in Buckets((128, 256))")
+        if scaler is not None and not is_scaler(scaler):
+            raise GraphError(f"scaler={scaler!r} has not the methods of torch.amp.GradScaler")
+        modules = listed(model, nn.Module, "model")
+        optimizers = listed(optimizer, Optimizer, "optimizer")
         scalers = [scaler] if scaler is not None else []
+        state = several(state, "state")
         self._step = step
         self._parts = parts_of(step, modules, optimizers, scalers, state)
         self._deferred = Deferred(self._parts.scalers)
@@ -483,11 +496,7 @@ class CapturedStep:
             self._say(reason)
 
     def _say(self, reason: str) -> None:
-        warnings.warn(
-            f"the step is not captured: {reason}. It runs eagerly, with the same results",
-            GraphWarning,
-            stacklevel=4,
-        )
+        warn(f"the step is not captured: {reason}. It runs eagerly, with the same results")
 
 
 def _surface(modules: list[nn.Module], optimizers: list[Optimizer]) -> Surface:

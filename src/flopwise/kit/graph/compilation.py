@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 import warnings
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwise.errors import GraphWarning
+from flopwise.errors import GraphError
+from flopwise.kit.graph.arguments import check_module
 from flopwise.kit.graph.compile_report import CompileReport, varying
 from flopwise.kit.graph.compiled_calls import CompiledCall, Settings, calls_off, calls_on
 from flopwise.kit.graph.compiler import (
@@ -29,6 +31,7 @@ from flopwise.kit.graph.kept import device_of, kept, without_dropout
 from flopwise.kit.graph.numerics import Call, Numerics, compare
 from flopwise.kit.graph.regions import Choice, is_silent, likeness, regions_of, scripted
 from flopwise.kit.graph.rehearsal import Rehearsal
+from flopwise.kit.graph.saying import warn
 from flopwise.kit.nested import tensors_in
 
 #: Compiled code that is slower than eager by more than this share is taken back.
@@ -57,7 +60,8 @@ def compile_in_place(model: nn.Module, **settings: Any) -> Compiled:
             (True by default); `measure`: time compiled against eager (True); `steps_left`: steps that the run still
             has, if known; `most_breaks`, `most_recompiles`: 8 by default.
     """
-    return Compiled(model, [("", model)], Settings(**settings))
+    check_module(model, "compile_in_place")
+    return Compiled(model, [("", model)], _settings(settings))
 
 
 def compile_regions(model: nn.Module, regions: Choice | None = None, **settings: Any) -> Compiled:
@@ -71,8 +75,18 @@ def compile_regions(model: nn.Module, regions: Choice | None = None, **settings:
             outermost classes of which the model has two or more.
         settings: as for `compile_in_place`.
     """
+    check_module(model, "compile_regions")
+    checked = _settings(settings)
     chosen = [(n, m) for n, m in regions_of(model, regions) if not scripted(m.modules())]
-    return Compiled(model, chosen, Settings(**settings))
+    return Compiled(model, chosen, checked)
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    known = [field.name for field in dataclasses.fields(Settings)]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise GraphError(f"there is no setting {unknown[0]!r}; there are {', '.join(known)}")
+    return Settings(**given)
 
 
 class Compiled:
@@ -197,9 +211,7 @@ class Compiled:
         elif self.evaluation_reason is None:
             self.evaluation_reason = problem
             name = type(self._model).__name__
-            warnings.warn(
-                f"{name} is not compiled in evaluation: {problem}", GraphWarning, stacklevel=4
-            )
+            warn(f"{name} is not compiled in evaluation: {problem}")
 
     def _verdict(self, kind: str, frames: int, limits: int) -> str | None:
         """Returns why what was compiled is not to be used, or None."""
@@ -331,11 +343,7 @@ class Compiled:
             self._warn()
 
     def _warn(self) -> None:
-        warnings.warn(
-            f"{type(self._model).__name__} is not compiled: {self.reason}",
-            GraphWarning,
-            stacklevel=4,
-        )
+        warn(f"{type(self._model).__name__} is not compiled: {self.reason}")
 
 
 def _inductor_patch(**values: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopwise.kit.graph.arguments import check_above_zero, check_whole
 from flopwise.kit.graph.compiler import forget, frame
 from flopwise.kit.graph.regions import likeness
 
@@ -35,6 +36,13 @@ class Settings:
     steps_left: int | None = None
     most_breaks: int = MOST_BREAKS
     most_recompiles: int = MOST_RECOMPILES
+
+    def __post_init__(self) -> None:
+        check_above_zero(self.deadline_s, "deadline_s")
+        check_whole(self.most_breaks, "most_breaks", 0)
+        check_whole(self.most_recompiles, "most_recompiles", 0)
+        if self.steps_left is not None:
+            check_whole(self.steps_left, "steps_left", 0)
 
     def has_graphs(self) -> bool:
         """Whether torch captures CUDA graphs of compiled code, which it does for each thread anew."""

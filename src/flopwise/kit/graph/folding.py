@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from flopwise.errors import GraphError
 from flopwise.kit.graph import fold_passes as passes
+from flopwise.kit.graph.arguments import check_module
 from flopwise.kit.graph.counting import count_kernels
 from flopwise.kit.graph.kept import device_of, kept
 from flopwise.kit.graph.numerics import FEWEST_ROUNDOFFS, MOST_TIMES, ROUNDOFF, plain, relative
@@ -101,6 +102,7 @@ def fold(
         GraphError: the model is in training mode, is TorchScript, cannot be exported, or the folded graph is not as
             near to float64 as the model is.
     """
+    check_module(model, "fold")
     problem = _problem(model)
     if problem is not None:
         raise GraphError(f"{type(model).__name__} cannot be folded: {problem}")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from flopwise.errors import GraphError
+from flopwise.kit.graph.arguments import check_module
 from flopwise.kit.graph.compiler import call_problem, compiler_problem, forget, frame
 from flopwise.kit.graph.counting import count_operations
 from flopwise.kit.graph.kept import device_of, kept
@@ -67,6 +68,9 @@ def fusion_report(
     Raises:
         GraphError: there is no compiler here, the model's call cannot be replaced, or it cannot be compiled.
     """
+    check_module(model, "fusion_report")
+    if loss is not None and not callable(loss):
+        raise GraphError(f"loss={loss!r}: it is a function that makes a scalar of the output")
     problem = compiler_problem(device_of(model)) or call_problem(model)
     if problem is not None:
         raise GraphError(f"what fuses in {type(model).__name__} cannot be told: {problem}")

@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from flopwise.errors import GraphWarning
+from flopwise.kit.graph.arguments import check_above_zero, check_optimizer, check_whole
 from flopwise.kit.graph.saved import distance
 from flopwise.kit.graph.timing import interleaved
 
@@ -60,7 +61,13 @@ def fastest_optimizer_form(
     Args:
         optimizer: one of torch's, with `fused` or `foreach` among its groups' settings.
         rounds, budget_s: of the measurement.
+
+    Raises:
+        GraphError: this is no optimizer, or a number is out of range.
     """
+    check_optimizer(optimizer, "fastest_optimizer_form")
+    check_whole(rounds, "rounds", 1)
+    check_above_zero(budget_s, "budget_s")
     before = form_of(optimizer)
     problem = _problem(optimizer)
     if problem is not None:

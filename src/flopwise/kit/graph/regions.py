@@ -9,9 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopwise.errors import GraphError
+from flopwise.kit.graph.arguments import check_module
+
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
-Choice = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
+Choice = (
+    type[nn.Module]
+    | tuple[type[nn.Module], ...]
+    | list[type[nn.Module]]
+    | Callable[[str, nn.Module], bool]
+)
 
 
 def regions_of(model: nn.Module, choice: Choice | None = None) -> list[tuple[str, nn.Module]]:
@@ -19,6 +27,15 @@ def regions_of(model: nn.Module, choice: Choice | None = None) -> list[tuple[str
 
     A class is repeated if two or more of its modules are in the model; containers and single layers do not count.
     """
+    if isinstance(choice, list):
+        choice = tuple(choice)
+    classes = choice if isinstance(choice, tuple) else ()
+    if not (choice is None or callable(choice) or isinstance(choice, tuple)) or not all(
+        isinstance(c, type) for c in classes
+    ):
+        raise GraphError(
+            f"regions={choice!r}: it is a class, several, or a function of name and module"
+        )
     wanted = _wanted(model, choice)
     found: list[tuple[str, nn.Module]] = []
     seen: set[int] = set()
@@ -39,10 +56,10 @@ def regions_of(model: nn.Module, choice: Choice | None = None) -> list[tuple[str
 
 
 def _wanted(model: nn.Module, choice: Choice | None) -> Callable[[str, nn.Module], bool]:
-    if choice is not None and not isinstance(choice, (type, tuple)):
+    if choice is not None and not isinstance(choice, (type, tuple, list)):
         return choice
     if choice is not None:
-        classes: tuple[type[nn.Module], ...] = choice if isinstance(choice, tuple) else (choice,)
+        classes = tuple(choice) if isinstance(choice, (tuple, list)) else (choice,)
         return lambda _, module: isinstance(module, classes)
     counts = Counter(
         type(m)
@@ -81,6 +98,7 @@ def is_silent(module: nn.Module) -> bool:
 
 def silent_compiles(model: nn.Module) -> list[str]:
     """Returns the names of modules on which `module.compile()` was called to no effect; "" is the model itself."""
+    check_module(model, "silent_compiles")
     return [name for name, module in model.named_modules() if is_silent(module)]
 
 
