@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +36,7 @@ class Device:
             yield
             log.append(f"off {s.name}")
 
-        device = self
+        device, pools = self, itertools.count(7)
 
         class Graph:
             def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
@@ -56,18 +57,27 @@ class Device:
                 log.append("reset")
 
         class Generator:
+            device = torch.device("cuda", 0)
+
             def clone_state(self) -> str:
                 return "clone"
+
+            def get_state(self) -> str:
+                return "rng"
+
+            def set_state(self, state: str) -> None:
+                log.append(f"set {state}")
 
             def graphsafe_set_state(self, state: str) -> None:
                 log.append(f"generator {state}")
 
         class Draw:
-            def uniform_(self) -> None:
+            def uniform_(self, generator: Any) -> None:
                 log.append("draw")
                 if device.generator_stuck:
                     raise RuntimeError("Offset increment outside graph capture")
 
+        self.generator = Generator()
         cuda = torch.cuda
         names: dict[str, Any] = {
             "Stream": Stream,
@@ -76,9 +86,7 @@ class Device:
             "current_stream": lambda _=None: current,
             "synchronize": lambda _=None: log.append("synchronize"),
             "empty_cache": lambda: log.append("empty"),
-            "graph_pool_handle": lambda: (0, 7),
-            "get_rng_state": lambda _=None: "rng",
-            "set_rng_state": lambda state, _=None: log.append(f"set {state}"),
+            "graph_pool_handle": lambda: (0, next(pools)),
             "default_generators": (Generator(),),
         }
         for name, value in names.items():
@@ -134,7 +142,28 @@ def test_a_capture_on_the_side_stream_in_a_pool_shared_by_all(device: Device) ->
     device.log.clear()
     graph.replay()
     graph.reset()
+    graph.reset()  # once is enough
     assert device.log == ["replay", "synchronize", "reset"]
+
+
+def test_a_pool_that_all_graphs_have_left_is_not_used_again(device: Device) -> None:
+    target = surface()
+
+    def pool_of_next() -> tuple[Any, str]:
+        graph, _ = target.capture(lambda: None, [])
+        return graph, next(e for e in reversed(device.log) if e.startswith("begin")).split(" t")[0]
+
+    first, pool = pool_of_next()
+    second, same = pool_of_next()
+    first.reset()
+    third, still = pool_of_next()
+    assert pool == same == still == "begin (0, 7)"
+    second.reset()
+    fourth, still = pool_of_next()
+    assert still == "begin (0, 7)"  # one of it lives
+    third.reset()
+    fourth.reset()
+    assert pool_of_next()[1] == "begin (0, 8)"
 
 
 def test_generators_of_the_step_are_registered(device: Device) -> None:
@@ -169,7 +198,14 @@ def test_an_invalidated_capture_gives_the_generator_a_state_of_its_own(device: D
     device.log.clear()
     device.end_fails = device.generator_stuck = False
     surface().capture(lambda: None, [])
-    assert "begin (0, 7) thread_local" in device.log
+    assert "begin (0, 8) thread_local" in device.log
+
+
+def test_generators_of_the_step_are_put_in_order_as_well(device: Device) -> None:
+    device.end_fails = device.generator_stuck = True
+    with pytest.raises(RuntimeError, match="invalidated"):
+        surface().capture(lambda: None, [device.generator, torch.Generator()])
+    assert device.log.count("generator clone") == device.log.count("set rng") == 2
 
 
 def test_waits_are_told_with_their_lines_and_other_warnings_come_through(monkeypatch: Any) -> None:

@@ -97,15 +97,21 @@ class NoSurface:
 
 
 class _CudaGraph:
-    def __init__(self, graph: torch.cuda.CUDAGraph, device: torch.device) -> None:
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, device: torch.device, released: Callable[[], None]
+    ) -> None:
         self._graph, self._device = graph, device
+        self._released: Callable[[], None] | None = released
 
     def replay(self) -> None:
         self._graph.replay()
 
     def reset(self) -> None:
-        torch.cuda.synchronize(self._device)
-        self._graph.reset()
+        if self._released is not None:
+            torch.cuda.synchronize(self._device)
+            self._graph.reset()
+            self._released()
+            self._released = None
 
 
 class CudaSurface:
@@ -122,6 +128,7 @@ class CudaSurface:
         )
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._users: dict[Any, int] = {}  # graphs in each pool
 
     def problem(self) -> str | None:
         if torch.version.hip is not None:
@@ -161,25 +168,36 @@ class CudaSurface:
         for generator in generators:
             if generator.device.type == "cuda":
                 graph.register_generator_state(generator)
-        began = False
         try:
             with torch.cuda.stream(self._side()):
                 # Threads that load or copy batches may go on calling CUDA meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                began = True
                 try:
                     result = run()
                 except BaseException:
                     self._end(graph)
                     raise
                 graph.capture_end()
-                began = False
         except BaseException:
-            self._recover(graph, began)
+            self._recover(graph, generators)
             raise
         finally:
             torch.clear_autocast_cache()
-        return _CudaGraph(graph, self.device), result
+        pool = self._pool
+        self._users[pool] = self._users.get(pool, 0) + 1
+        return _CudaGraph(graph, self.device, lambda: self._leave(pool)), result
+
+    def _leave(self, pool: Any) -> None:
+        """Counts a graph out; a pool that all have left is not used again.
+
+        The allocator refuses a pool that no graph uses any more while memory of it is still held (gradients).
+        Source: `create_or_incref_pool` and `releasePool` in c10/cuda/CUDACachingAllocator.cpp.
+        """
+        self._users[pool] -= 1
+        if not self._users[pool]:
+            del self._users[pool]
+            if self._pool == pool:
+                self._pool = None
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         """Ends a capture that failed; what that raises is a consequence of the first error."""
@@ -190,27 +208,27 @@ class CudaSurface:
         except Exception:
             pass
 
-    def _recover(self, graph: torch.cuda.CUDAGraph, began: bool) -> None:
-        """Puts allocator and generator back in order after a capture that did not end well.
+    def _recover(self, graph: torch.cuda.CUDAGraph, generators: Sequence[torch.Generator]) -> None:
+        """Puts allocator and generators back in order after a capture that did not end well.
 
         `CUDAGraph.capture_end` leaves both in the state of capturing when the capture was invalidated.
         Source: aten/src/ATen/cuda/CUDAGraph.cpp, and pytorch/pytorch#171265.
         """
         graph.reset()
-        if began:
-            try:
-                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
-                torch._C._cuda_releasePool(self.device.index, self._pool)
-            except Exception:
-                pass  # it had ended
-        self._pool = None
-        state = torch.cuda.get_rng_state(self.device)
         try:
-            torch.empty(1, device=self.device).uniform_()
-        except RuntimeError:
-            generator = torch.cuda.default_generators[self.device.index]
-            generator.graphsafe_set_state(generator.clone_state())
-        torch.cuda.set_rng_state(state, self.device)
+            torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
+            torch._C._cuda_releasePool(self.device.index, self._pool)
+        except Exception:
+            pass  # it had ended
+        self._pool = None
+        own = [g for g in generators if g.device.type == "cuda"]
+        for generator in (torch.cuda.default_generators[self.device.index], *own):
+            state = generator.get_state()
+            try:
+                torch.empty(1, device=self.device).uniform_(generator=generator)
+            except RuntimeError:
+                generator.graphsafe_set_state(generator.clone_state())
+            generator.set_state(state)
         gc.collect()
         torch.cuda.empty_cache()
 
