@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -336,6 +337,73 @@ def test_a_step_that_does_in_python_what_no_replay_would(graphs: Any, what: str)
     assert captured.report().captures == 0
     if what == "list":
         assert len(seen) == 12
+
+
+@pytest.mark.parametrize("what", ["python", "numpy", "module", "private", "host"])
+def test_numbers_drawn_from_other_generators(graphs: Any, what: str) -> None:
+    torch.manual_seed(1)
+    net = nn.Linear(6, 3)
+    net.source, net._seen = numpy.random.default_rng(0), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.125, fused=True)
+    of_python, of_numpy = random.Random(0), numpy.random.default_rng(0)
+    of_host = torch.Generator().manual_seed(0)
+    draws: dict[str, Callable[[], float]] = {
+        "python": lambda: of_python.random(),
+        "numpy": lambda: float(of_numpy.random()),
+        "module": lambda: float(net.source.random()),
+        "private": lambda: float(net._seen.append(0) or 1.0),
+        "host": lambda: float(torch.rand((), generator=of_host)),
+    }
+    draw = draws[what]
+    if what == "host":
+        graphs.device = torch.device("meta")
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x * draw()), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    expected = {
+        "python": "the random numbers of of_python",
+        "numpy": "the random numbers of of_numpy",
+        "module": "the random numbers of Linear.source",
+        "private": "the length of Linear._seen",
+        "host": "a generator of the host",
+    }
+    with pytest.warns(GraphWarning, match=expected[what]):
+        run_all(captured, batches(12))
+    assert captured.report().captures == 0
+
+
+def test_what_differs_by_more_than_rounding_is_no_noise(graphs: Any) -> None:
+    class Hidden:  # draws where nobody looks
+        __slots__ = ("state",)
+
+        def __init__(self) -> None:
+            self.state = 1
+
+        def draw(self) -> float:
+            self.state = self.state * 75 % 65537
+            return self.state / 65537
+
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.125, fused=True)
+    hidden = Hidden()
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x * hidden.draw()), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    with pytest.warns(GraphWarning, match="two eager runs of a step from the same state differ"):
+        run_all(captured, batches(20))
+    assert captured.report().replays == 0
 
 
 def test_a_number_that_the_step_reads_and_the_loop_changes(graphs: Any) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
+import numpy
 import torch
 from torch import nn
 
@@ -37,6 +41,41 @@ def test_weights_buffers_attributes_gradients_and_generators() -> None:
         assert torch.equal(grad, value)
     assert module.calls == 0
     assert torch.equal(rng, torch.get_rng_state())
+
+
+def test_what_a_forward_does_in_python_is_taken_back() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[Any] = [1.0]
+            self._seen = {"a": 1}
+            self.average, self.wide = torch.zeros(3), torch.zeros(1).expand(3)
+            self.last: Any = torch.ones(2)
+            self.source = torch.Generator().manual_seed(1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.losses.append(x.sum())
+            self._seen["b"] = 2
+            self.average.add_(x)
+            self.last = x
+            noise = torch.rand(3, generator=self.source) * random.random()
+            return x + noise * float(numpy.random.rand())
+
+    module = Net()
+    losses, seen, last, drawn = module.losses, module._seen, module.last, module.source.get_state()
+    python, of_numpy = random.getstate(), str(numpy.random.get_state())
+    with kept(module, weights=False) as state:
+        module(torch.ones(3))
+        assert state.rng.moved()
+    assert module.losses is losses
+    assert losses == [1.0]
+    assert module._seen is seen
+    assert seen == {"a": 1}
+    assert module.last is last
+    assert module.average.tolist() == [0.0] * 3
+    assert torch.equal(module.source.get_state(), drawn)
+    assert random.getstate() == python
+    assert str(numpy.random.get_state()) == of_numpy
 
 
 def test_without_weights_only_what_a_forward_changes_is_kept() -> None:

@@ -30,6 +30,9 @@ from flopwise.kit.nested import map_tensors, tensors_in
 MOST_TIMES_NOISE = 4.0
 #: So many steps are run eagerly twice to know what two runs differ by.
 NOISE_RUNS = 2
+#: Two eager runs of a step that differ by more than this, as a share, do not differ by rounding: atomic additions in
+#: bfloat16 differ by some of its 8 bits in single entries, and by less over all.
+MOST_NOISE = 0.05
 #: The capturable form of an optimizer may differ from its own by this much, as a share of a tensor's length: its
 #: numbers are rounded to float32 where Python's have 53 bits.
 FORM_TOLERANCE = 1e-4
@@ -453,6 +456,12 @@ class CapturedStep:
         if apart is not None:
             self._noise = {n: max(d, noise.get(n, 0.0)) for n, d in apart.items()}
             self._noise_runs -= 1
+            worst = max(self._noise, key=lambda n: self._noise[n] if self._noise else 0.0)
+            if self._noise[worst] > MOST_NOISE:
+                self._give_up(
+                    f"two eager runs of a step from the same state differ, by {self._noise[worst]:.2g} in its {worst}: "
+                    "it draws, reads or counts something that is not found here (name it in state=)"
+                )
         elif problem is not None:
             self._give_up(f"a step cannot be run twice from the same state ({problem})")
         return result

@@ -1,7 +1,10 @@
-"""A module put back as it was: weights, buffers, gradients, plain attributes and random generators."""
+"""A module put back as it was: weights, buffers, gradients, attributes and random generators."""
 
 from __future__ import annotations
 
+import random
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,29 +12,48 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str, type(None))
+#: What torch itself keeps of a module.
+TORCHS = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict, Counter)
 
 
 class Rng:
-    """The state of the host's generator, and of a CUDA device's."""
+    """The state of the host's generators (torch's, Python's, numpy's where it is used), and of a CUDA device's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
         self._host = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(self._device) if self._device is not None else None
+        self._python, self._numpy = random.getstate(), numpy_state()
 
     def rewind(self) -> None:
         """Puts the generators back to where they were."""
         torch.set_rng_state(self._host)
+        random.setstate(self._python)
+        set_numpy_state(self._numpy)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda, self._device or "cuda")
 
     def moved(self) -> bool:
         """Whether random numbers have been drawn since."""
         now = Rng(self._device or torch.device("cpu"))
-        if not torch.equal(now._host, self._host):
+        if not torch.equal(now._host, self._host) or now._python != self._python:
+            return True
+        if str(now._numpy) != str(self._numpy):
             return True
         return self._cuda is not None and not torch.equal(_some(now._cuda), _some(self._cuda))
+
+
+def numpy_state() -> Any:
+    """Returns the state of numpy's global generator, None where numpy is not loaded."""
+    numpy: Any = sys.modules.get("numpy")
+    return numpy.random.get_state() if hasattr(numpy, "random") else None
+
+
+def set_numpy_state(state: Any) -> None:
+    """Puts numpy's global generator back."""
+    if state is not None:
+        sys.modules["numpy"].random.set_state(state)
 
 
 def _some(state: torch.Tensor | None) -> torch.Tensor:
@@ -47,14 +69,22 @@ class Kept:
     """
 
     def __init__(self, module: nn.Module, weights: bool = True) -> None:
-        tensors = [*(module.parameters() if weights else ()), *module.buffers()]
-        self._tensors = [(t, t.detach().clone()) for t in tensors]
-        self._grads = [(p, p.grad) for p in module.parameters()]
-        # Plain attributes that a forward may change: counters, schedules, flags.
-        self._plain = [
-            (m, {n: v for n, v in vars(m).items() if isinstance(v, _PLAIN)})
+        # Attributes that a forward may change: counters, flags, lists that grow, tensors. New ones may be caches, and stay.
+        self._attributes = [
+            (m, {n: v for n, v in vars(m).items() if n not in TORCHS or n == "training"})
             for m in module.modules()
         ]
+        values = [v for _, own in self._attributes for v in own.values()]
+        self._contents = [(v, v.copy()) for v in values if type(v) in _CONTAINERS]
+        self._generators = [(v, v.get_state()) for v in values if isinstance(v, torch.Generator)]
+        tensors = [*(module.parameters() if weights else ()), *module.buffers()]
+        tensors += [
+            v
+            for v in values
+            if type(v) is torch.Tensor and v.layout is torch.strided and _is_writable(v)
+        ]
+        self._tensors = [(t, t.detach().clone()) for t in tensors]
+        self._grads = [(p, p.grad) for p in module.parameters()]
         self.rng = Rng(device_of(module))
 
     @torch.no_grad()
@@ -64,8 +94,12 @@ class Kept:
             tensor.copy_(value)
         for parameter, _ in self._grads:
             parameter.grad = None
-        for module, plain in self._plain:
-            vars(module).update(plain)
+        for module, own in self._attributes:
+            vars(module).update(own)
+        for container, content in self._contents:
+            _refill(container, content)
+        for generator, state in self._generators:
+            generator.set_state(state)
         self.rng.rewind()
 
     def restore(self) -> None:
@@ -73,6 +107,17 @@ class Kept:
         self.rewind()
         for parameter, grad in self._grads:
             parameter.grad = grad
+
+
+def _is_writable(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that is an attribute has memory of its own that a copy can be written back to."""
+    overlaps = any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.is_leaf and not tensor.is_inference() and not overlaps
+
+
+def _refill(container: Any, content: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(content)
 
 
 @contextmanager

@@ -14,8 +14,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from flopwise.kit.graph.kept import TORCHS
+
 _PLAIN = (bool, int, float, str, type(None))
 _SIZED = (list, dict, set)
+_OF_NUMPY = ("Generator", "RandomState")
 #: How many functions deep the step's own code is followed.
 _DEEPEST = 4
 #: What torch itself counts in Python on every optimizer's step. Source: torch/optim/lr_scheduler.py and optimizer.py.
@@ -148,7 +151,7 @@ def _walk(thing: Any, found: Parts, seen: set[int], depth: int) -> None:
         seen.add(id(thing))
         for name, get in _names(thing):
             value = get()
-            if isinstance(value, (*_PLAIN, *_SIZED)):
+            if isinstance(value, (*_PLAIN, *_SIZED)) or _drawn(value) is not None:
                 found.plain.append((name, get))
             _visit(value, name, found, seen, depth)
         for value in (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()):
@@ -243,32 +246,56 @@ class Watch:
             seen["numpy's random numbers"] = str(numpy.random.get_state(legacy=False)["state"])
         if self._host_rng:
             seen["the host's random numbers"] = bytes(torch.get_rng_state().tolist())
+            for k, generator in enumerate(self._parts.generators):
+                if generator.device.type == "cpu":
+                    seen[f"a generator of the host ({k})"] = bytes(generator.get_state().tolist())
         for root in self._parts.modules:
             for path, module in root.named_modules():
                 kind = f"{type(root).__name__}{'.' if path else ''}{path}"
-                seen.update((f"{kind}.{n}", v) for n, v in _values(vars(module)))
+                own = {n: v for n, v in vars(module).items() if n not in TORCHS}
+                seen.update(_values(own, f"{kind}.{{}}", private=True))
         for k, optimizer in enumerate([*self._parts.optimizers, *self._parts.found]):
             kind = type(optimizer).__name__
             own = {n: v for n, v in vars(optimizer).items() if n not in _TORCH_COUNTS}
-            seen.update((f"{kind}.{n}", v) for n, v in _values(own))
+            seen.update(_values(own, f"{kind}.{{}}"))
             for i, group in enumerate(optimizer.param_groups):
-                seen.update((f"{kind} {k}: {n} of group {i}", v) for n, v in _values(group))
+                seen.update(_values(group, f"{kind} {k}: {{}} of group {i}"))
         for k, thing in enumerate(self._parts.objects):
-            named = type(thing).__name__
-            seen.update((f"{named}.{n} ({k})", v) for n, v in _values(vars(thing)))
+            seen.update(_values(vars(thing), f"{type(thing).__name__}.{{}} ({k})"))
         for name, get in self._parts.plain:
             seen.update(_values({name: get()}))
         return seen
 
 
-def _values(own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the plain values of attributes, and how many things are in containers."""
+def _drawn(value: Any) -> str | None:
+    """Returns the state of a generator of Python's or numpy's, None for anything else."""
+    if isinstance(value, random.Random):
+        return str(value.getstate())
+    kind = type(value)
+    if kind.__module__.partition(".")[0] == "numpy" and kind.__name__ in _OF_NUMPY:
+        own = getattr(value, "bit_generator", None)
+        return str(own.state if own is not None else value.get_state())
+    return None
+
+
+def _values(
+    own: dict[str, Any], words: str = "{}", private: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Yields the plain values of attributes, how many things are in containers, and what generators will draw.
+
+    Args:
+        words: what an attribute is called, with {} for its own name.
+        private: look into containers whose names begin with an underscore, too.
+    """
     for name, value in list(own.items()):
         if name in ("training", "params"):
             continue
+        called = words.replace("{}", name)
         if isinstance(value, _PLAIN) or (
             isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)
         ):
-            yield name, value
-        elif isinstance(value, _SIZED) and not name.startswith("_"):
-            yield f"the length of {name}", len(value)
+            yield called, value
+        elif (state := _drawn(value)) is not None:
+            yield f"the random numbers of {called}", state
+        elif isinstance(value, _SIZED) and (private or not name.startswith("_")):
+            yield f"the length of {called}", len(value)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from flopwise.kit.graph.kept import numpy_state, set_numpy_state
 from flopwise.kit.graph.parts import Parts
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -50,12 +51,13 @@ class RngState:
     def __init__(self, device: torch.device, generators: list[torch.Generator]) -> None:
         self._device, self._generators = device, generators
         self.values = self._read()
-        self._python = random.getstate()
+        self._python, self._numpy = random.getstate(), numpy_state()
 
     def rewind(self) -> None:
         """Puts the generators back to where they were."""
         torch.set_rng_state(self.values[0])
         random.setstate(self._python)
+        set_numpy_state(self._numpy)
         rest = self.values[1:]
         if self._device.type == "cuda":
             torch.cuda.set_rng_state(rest[0], self._device)
