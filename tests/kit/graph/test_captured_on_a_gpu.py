@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -267,3 +269,75 @@ def test_batches_from_the_host_and_a_generator_of_its_own() -> None:
         return run(run_step, data)
 
     assert pair(True) == pair(False)
+
+
+def test_a_loaded_checkpoint_is_captured_anew_though_gradients_of_the_old_graph_live() -> None:
+    def run_of(captured: bool) -> list[float]:
+        net, optimizer, step = training(torch.optim.AdamW, lr=2.0**-10, fused=True)
+        run_step = CapturedStep(step, net, optimizer) if captured else step
+        losses = []
+        for batch in batches(3):
+            losses += run(run_step, [batch] * 20)
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        if captured:
+            report = run_step.report()
+            assert report.reason is None
+            assert report.captures == 3
+        return losses
+
+    assert run_of(True) == run_of(False)
+
+
+def test_a_constant_of_the_host_moved_without_waiting_is_never_silently_stale() -> None:
+    def run_of(captured: bool) -> list[float]:
+        torch.manual_seed(0)
+        net = nn.Linear(8, 4).cuda()
+        optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-4, fused=True)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            weight = torch.tensor([1.0, 2.0, 3.0, 4.0]).to("cuda", non_blocking=True)
+            optimizer.zero_grad()
+            loss = (net(x).square() * weight).mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        run_step = CapturedStep(step, net, optimizer) if captured else step
+        source = torch.Generator().manual_seed(5)
+        losses, clutter = [], []
+        for _ in range(60):
+            losses.append(run_step(torch.randn(16, 8, generator=source).cuda()).detach())
+            clutter.append([torch.full((4,), 7.0) for _ in range(50)])  # takes the host's memory
+        return [loss.item() for loss in losses]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GraphWarning)  # that it is declined is right, too
+        found = run_of(True)
+    assert found == run_of(False)
+
+
+@pytest.mark.parametrize("stray", [False, True])
+def test_a_failed_capture_leaves_generators_usable(stray: bool) -> None:
+    net = nn.Linear(8, 8).cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-6, fused=True)
+    own = torch.Generator("cuda").manual_seed(1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net(F.dropout(x) * torch.rand(x.shape, device="cuda", generator=own)).sum()
+        loss.backward()
+        optimizer.step()
+        if torch.cuda.is_current_stream_capturing():
+            if stray:
+                raise ValueError("amid the capture")
+            torch.cuda.current_stream().synchronize()
+        return loss
+
+    captured = CapturedStep(step, net, optimizer)
+    with pytest.warns(GraphWarning, match="could not be captured"):
+        run(captured, [(torch.ones(4, 8, device="cuda"),)] * 8)
+    torch.rand(4, device="cuda", generator=own)
+    F.dropout(torch.ones(4, device="cuda"))
+    graph = torch.cuda.CUDAGraph()  # and others can be captured
+    with torch.cuda.graph(graph):
+        torch.ones(4, device="cuda")
