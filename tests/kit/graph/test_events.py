@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
 
-from flopwise.kit.graph.events import GraphBreak, Mark, Recompile, guard_of
+from flopwise.kit.graph.events import GraphBreak, Mark, Recompile, guard_of, whole
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +80,17 @@ def test_reasons_are_taken_apart() -> None:
     assert guard_of("") == ("", "")
     assert str(GraphBreak("why", "")) == "somewhere: why"
     assert str(Recompile("g", "m.py:1", 2, 0.5)) == "g (m.py:1): 2 recompiles, 0.5 s"
+
+
+def test_lines_are_told_with_whole_paths(monkeypatch: Any, tmp_path: Path) -> None:
+    from torch.utils._traceback import shorten_filename
+
+    script = types.ModuleType("a_script")
+    script.__file__ = str(tmp_path / "train.py")
+    monkeypatch.setitem(sys.modules, "a_script", script)
+    short = shorten_filename(script.__file__)
+    assert short != script.__file__
+    assert whole(f"{short}:31") == f"{script.__file__}:31"
+    assert whole("nowhere/train.py:31") == "nowhere/train.py:31"
+    assert whole("/a/train.py:31") == "/a/train.py:31"
+    assert whole("") == ""

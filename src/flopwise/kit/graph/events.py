@@ -73,6 +73,7 @@ class Mark:
             if id(metrics) in self._seen or not reason:
                 continue
             guard, where = guard_of(str(reason))
+            where = whole(where)
             key = (re.sub(r"== (['\"]).*\1", "== S", re.sub(r"\d+", "N", guard)), where)
             _, _, times, seconds = found.get(key, (guard, where, 0, 0.0))
             spent_s = float(getattr(metrics, "duration_us", None) or 0) / 1e6
@@ -87,6 +88,21 @@ def guard_of(reason: str) -> tuple[str, str]:
     if match is None:
         return first.strip(), ""
     return match["guard"].strip(), match["where"] or ""
+
+
+def whole(where: str) -> str:
+    """Returns file:line with the whole path of the file where one that is loaded is meant.
+
+    torch leaves out what a path has in common with its own, and one character more where that is nothing.
+    Source: `shorten_filename` in torch/utils/_traceback.py, torch 2.11 to 2.13.
+    """
+    name, _, line = where.rpartition(":")
+    shorten = getattr(sys.modules.get("torch.utils._traceback"), "shorten_filename", None)
+    if not name or os.path.isabs(name) or shorten is None:
+        return where
+    files = {str(getattr(m, "__file__", None) or os.sep) for m in list(sys.modules.values())}
+    found = [f for f in files if f.endswith(name) and shorten(f) == name]
+    return f"{found[0]}:{line}" if len(found) == 1 else where
 
 
 def _reasons() -> list[Any]:
