@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -305,6 +306,13 @@ def test_a_forward_that_writes_to_its_input_is_folded_and_the_example_left() -> 
     assert torch.equal(x, before)
     assert folded.report.folded["conv+bn"] == 1
     torch.testing.assert_close(folded(x.clone()), model(x.clone()), rtol=1e-4, atol=1e-5)
+
+
+def test_a_report_without_kernels_says_nothing_of_them() -> None:
+    report = folding.FoldReport(5, 3, None, None, {"constants": 2}, None, 1e-7, None, None)
+    assert str(report) == "5 nodes to 3 (2 constants); error 1.0e-07"
+    branches = dataclasses.replace(report, kernels_after=4)
+    assert str(branches) == "5 nodes to 3, unknown kernels to 4 (2 constants); error 1.0e-07"
 
 
 def _into_zeros(self: Any, x: torch.Tensor) -> torch.Tensor:

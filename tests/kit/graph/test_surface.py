@@ -172,6 +172,9 @@ def test_generators_of_the_step_are_registered(device: Device) -> None:
 
     surface().capture(lambda: None, [Own(), torch.Generator()])  # type: ignore[list-item]
     assert device.log.count("register") == 1  # the host's is not the graph's
+    # On the stream, and so on the device, of the graph: memory is taken for it.
+    at = device.log.index("register")
+    assert device.log[at - 1 : at + 2] == ["on side", "register", "begin (0, 7) thread_local"]
 
 
 def fails() -> None:

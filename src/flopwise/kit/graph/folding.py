@@ -30,7 +30,7 @@ class FoldReport:
     nodes_after: int
     kernels_before: (
         int | None
-    )  # on a GPU kernels, by the profiler; on a CPU operations that compute; None: it has branches
+    )  # on a GPU kernels, by the profiler; on a CPU operations that compute; None: it has branches, or no `measure` on a GPU
     kernels_after: int | None
     folded: dict[str, int]  # by what was done
     error_before: (
@@ -45,7 +45,14 @@ class FoldReport:
             ", ".join(f"{times} {name}" for name, times in self.folded.items() if times)
             or "nothing to fold"
         )
-        text = f"{self.nodes_before} nodes to {self.nodes_after}, {self.kernels_before} kernels to {self.kernels_after} ({done})"
+        text = f"{self.nodes_before} nodes to {self.nodes_after}"
+        if self.kernels_before is not None or self.kernels_after is not None:
+            kernels = [
+                "unknown" if k is None else str(k)
+                for k in (self.kernels_before, self.kernels_after)
+            ]
+            text += f", {kernels[0]} kernels to {kernels[1]}"
+        text += f" ({done})"
         if self.before_s is not None and self.after_s is not None:
             text += f"; {self.before_s * 1e3:.3g} ms to {self.after_s * 1e3:.3g} ms"
         before = f", {self.error_before:.1e} unfolded" if self.error_before is not None else ""
@@ -96,7 +103,7 @@ def fold(
     Args:
         model: in evaluation mode.
         example, keywords: one call of it. Its first dimensions may differ in later calls if `dynamic_batch`.
-        measure: time both, in turns.
+        measure: time both, in turns, and on a GPU count kernels by the profiler.
 
     Raises:
         GraphError: the model is in training mode, is TorchScript, cannot be exported, or the folded graph is not as
@@ -131,12 +138,16 @@ def fold(
         if device.type == "cuda" and not own:
             _try_cudnn_relu(model, result, example, keywords, folded, rewind)
             before, after, _, _ = _errors(model, result, example, keywords, rewind)
+        # The profiler stays attached to the process, which slows what the host launches afterwards.
+        counted = measure or device.type != "cuda"
         times = interleaved({"before": run(model), "after": run(result)}, device) if measure else {}
         result.report = FoldReport(
             nodes_before,
             passes.count_nodes(result.graph),
-            None if branches else count_kernels(run(model), device),
-            None if passes.has_branches(result.graph) else count_kernels(run(result), device),
+            None if branches or not counted else count_kernels(run(model), device),
+            None
+            if passes.has_branches(result.graph) or not counted
+            else count_kernels(run(result), device),
             folded,
             before,
             after,

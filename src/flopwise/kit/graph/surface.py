@@ -14,6 +14,10 @@ import torch
 
 T = TypeVar("T")
 
+#: Graphs whose capture failed. The allocator of page-locked memory may ask them for ever which memory is theirs.
+#: Source: `create_allocate_filter` in aten/src/ATen/cuda/CUDAGraph.cpp.
+_FAILED: list[Any] = []
+
 
 class Graph(Protocol):
     """One captured step."""
@@ -165,11 +169,11 @@ class CudaSurface:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            if generator.device.type == "cuda":
-                graph.register_generator_state(generator)
         try:
             with torch.cuda.stream(self._side()):
+                for generator in generators:
+                    if generator.device.type == "cuda":
+                        graph.register_generator_state(generator)
                 # Threads that load or copy batches may go on calling CUDA meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
@@ -215,6 +219,7 @@ class CudaSurface:
         Source: aten/src/ATen/cuda/CUDAGraph.cpp, and pytorch/pytorch#171265.
         """
         graph.reset()
+        _FAILED.append(graph)
         try:
             torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
             torch._C._cuda_releasePool(self.device.index, self._pool)
