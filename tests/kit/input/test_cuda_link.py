@@ -245,6 +245,22 @@ def test_what_nobody_takes_is_dropped_after_its_copy_and_closing_waits(surface: 
 
 
 @pytest.mark.parametrize("reuse", [False, True])
+def test_slices_and_repeated_elements_are_summed_as_the_device_has_them(
+    surface: Any, reuse: bool
+) -> None:
+    judge = Judge(raising=True)
+    link = link_of(surface, judge=judge, reuse=reuse)
+    for step in range(6):
+        tokens = torch.arange(30).view(3, 10) + step
+        batch = (tokens[:, :-1], tokens[:, 1:], tokens.t()[2:], torch.tensor([step]).expand(9))
+        got = link.hand_over(link.send(batch, step), step)
+        assert all(torch.equal(a, b) for a, b in zip(got, batch, strict=True))
+    link.finish()
+    assert judge.checked == 12
+    assert judge.found == []
+
+
+@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("pinned", [False, True])
 def test_every_batch_is_checked_before_and_after_its_step(
     surface: Any, reuse: bool, pinned: bool
