@@ -39,9 +39,7 @@ def map_tensors(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tens
         items = [map_tensors(v, change, kind) for v in tree]
         if all(a is b for a, b in zip(items, tree, strict=True)):
             return tree
-        return _made(
-            tree, lambda: type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-        )
+        return _made(tree, lambda: _with_parts(tree, items))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
         changed = {n: new for n, v in old.items() if (new := map_tensors(v, change, kind)) is not v}
@@ -63,12 +61,27 @@ def _rebuilt(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return _made(tree, lambda: _with_items(tree, items))
 
 
+def _with_parts(tree: Any, items: list[Any]) -> Any:
+    kind = type(tree)
+    if hasattr(tree, "_fields"):
+        return kind(*items)
+    if kind is list or isinstance(tree, tuple):
+        return kind(items)
+    twin = copy.copy(tree)  # a list of a type of its own keeps its attributes
+    twin[:] = items
+    return twin
+
+
 def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if not isinstance(tree, MutableMapping):
         return type(tree)(items)  # type: ignore[call-arg]
     twin = copy.copy(tree)
     for key, value in items.items():
+        old = tree[key]
         twin[key] = value
+        if value is not old and tree[key] is value:  # the copy shares what it holds with the tree
+            tree[key] = old
+            return type(tree)(items)  # type: ignore[call-arg]
     return twin
 
 

@@ -121,11 +121,11 @@ def test_a_mapping_that_cannot_be_changed_is_built_anew() -> None:
     assert [b["x"].device.type for b in batches] == ["meta"]
 
 
-class Fixed(list):  # type: ignore[type-arg]
-    """A list that cannot be built from its parts."""
+class Fixed(tuple):  # type: ignore[type-arg]
+    """A tuple that cannot be built from its parts."""
 
-    def __init__(self) -> None:
-        super().__init__([torch.ones(1)])
+    def __new__(cls) -> Any:
+        return super().__new__(cls, [torch.ones(1)])
 
 
 def test_a_type_that_cannot_be_built_again_is_a_clear_error_at_its_step() -> None:
