@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from flopwise.errors import InputError
-from flopwise.kit.input import resume
+from flopwise.kit.input import Prefetcher, resume
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -90,3 +90,30 @@ def test_a_state_can_be_saved_with_weights_only() -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert resume.checked(loaded)["batches"] == 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_drawn_between_the_iterator_and_its_first_batch_does_not_change_the_order(
+    workers: int,
+) -> None:
+    loader = DataLoader(DATA, 2, shuffle=True, num_workers=workers)
+    batches = Prefetcher(loader, "cpu")
+    iterator = iter(batches)
+    torch.randn(100)  # the model is made
+    first = [next(iterator)[0].tolist() for _ in range(2)]
+    state = batches.state_dict()
+    rest = [x.tolist() for (x,) in iterator]
+    again = Prefetcher(loader, "cpu")
+    for _ in range(2):  # also from a state of the pass that was taken up
+        torch.manual_seed(5)
+        again.load_state_dict(state)
+        taken = iter(again)
+        torch.randn(7)
+        got = [next(taken)[0].tolist()]
+        state_later = again.state_dict()
+        got += [x.tolist() for (x,) in taken]
+        assert got == rest
+        assert state_later["batches"] == 3
+        again.load_state_dict(state_later)
+        assert [x.tolist() for (x,) in again] == rest[1:]
+    assert sorted(n for part in first + rest for n in part) == list(range(10))

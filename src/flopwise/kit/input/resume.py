@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from flopwise.errors import InputError
+from flopwise.kit.input.arguments import is_count
 
 _VERSION = 1
 
@@ -34,11 +35,22 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 class EpochStart:
-    """The random generators as an epoch began, from which torch draws the order and the workers' seeds."""
+    """The random generators as an epoch began, from which torch draws the order and the workers' seeds.
+
+    A loader without workers draws its order when it is asked for the first batch, and a script may have drawn between
+    (`it = iter(loader)`, the model, `next(it)`): `first` is how they were then.
+    """
 
     def __init__(self, loader: Any) -> None:
         self.main = torch.get_rng_state()
         self.generators = [g.get_state() for g in generators_of(loader)]
+        self.first: list[torch.Tensor] | None = None
+
+    def asked(self, loader: Any) -> None:
+        """Notes that the first batch is about to be asked for."""
+        if self.first is None:
+            generators = [g.get_state() for g in generators_of(loader)]
+            self.first = [torch.get_rng_state(), *generators]
 
 
 class Begun:
@@ -59,6 +71,7 @@ def begin(loader: Any, state: dict[str, Any] | None) -> Begun:
         return Begun(iter(loader), 0, start)
     if start is not None and "main_generator" in state:  # the epoch began as it did the first time
         start.main, start.generators = state["main_generator"], state["generators"]
+        start.first = state.get("first")
     return Begun(resumed(loader, state), state["batches"], start)
 
 
@@ -70,6 +83,8 @@ def state_of(epoch: int, batches: int, start: EpochStart | None, inner: Any) -> 
     elif batches and start is not None:
         state["main_generator"] = start.main
         state["generators"] = start.generators
+        if start.first is not None:
+            state["first"] = start.first
     return state
 
 
@@ -80,7 +95,8 @@ def checked(state: Any) -> dict[str, Any]:
         InputError: it is something else, or of a later version.
     """
     fits = isinstance(state, dict) and state.get("version") == _VERSION
-    if not fits or not isinstance(state.get("batches"), int) or state["batches"] < 0:
+    fits = fits and all(is_count(state.get(key)) for key in ("epoch", "batches"))
+    if not fits or ("main_generator" in state) != ("generators" in state):
         raise InputError(
             "this is not the state of a Prefetcher of this version; nothing was loaded"
         )
@@ -114,6 +130,11 @@ def resumed(loader: Any, state: dict[str, Any]) -> Iterator[Any]:
         generator.set_state(was)
     try:
         iterator: Iterator[Any] = iter(loader)
+        if "first" in state:
+            first, *others = state["first"]
+            torch.set_rng_state(first)
+            for generator, was in zip(generators, others, strict=True):
+                generator.set_state(was)
         skipped = sum(1 for _ in islice(iterator, skip))
     finally:
         torch.set_rng_state(before)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flopwise.errors import ConsistencyError, InputError
+from flopwise.kit.input.arguments import is_count
 from flopwise.kit.input.checksum import device_checksum, host_checksum
 from flopwise.kit.input.findings import Inconsistency
 from flopwise.kit.nested import tensors_in
@@ -51,10 +52,12 @@ class Watch:
         raising: `check()` raises what it finds, instead of only keeping it in `findings`.
 
     Raises:
-        InputError: there is no tensor in the buffers.
+        InputError: a buffer without a tensor, or no buffers.
     """
 
     def __init__(self, buffers: Sequence[Any], *, raising: bool = False) -> None:
+        if isinstance(buffers, torch.Tensor) or not isinstance(buffers, Iterable):
+            raise InputError("Watch: a list of buffers is meant, the ring in its order")
         self._tensors = [list(tensors_in(buffer)) for buffer in buffers]
         if not self._tensors or not all(self._tensors):
             raise InputError("Watch: every buffer holds at least one tensor")
@@ -68,7 +71,7 @@ class Watch:
 
     def wrote(self, index: int, step: int, source: Any = None) -> None:
         """Notes that the copy for a step was queued into a buffer; it is held against its host source, if given."""
-        made = _Sum(self._tensors[index])
+        made = _Sum(self._of(index))
         wanted = None if source is None else host_checksum(tensors_in(source))
         with self._lock:
             self._written[step] = (index, made)
@@ -85,8 +88,14 @@ class Watch:
         """Notes that a step has queued its last use of a buffer."""
         self._note(index, step, _DONE)
 
+    def _of(self, index: int) -> list[torch.Tensor]:
+        last = len(self._tensors) - 1
+        if not is_count(index) or index > last:
+            raise InputError(f"Watch: there is no buffer {index!r}, they are 0 to {last}")
+        return self._tensors[index]
+
     def _note(self, index: int, step: int, when: str) -> None:
-        noted = _Noted(index, step, _Sum(self._tensors[index]), when)
+        noted = _Noted(index, step, _Sum(self._of(index)), when)
         with self._lock:
             self._noted.append(noted)
 
