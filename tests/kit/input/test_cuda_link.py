@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -126,6 +127,39 @@ def test_batches_that_are_on_the_device_already_are_ordered_behind_who_made_them
     link = link_of(surface)
     link.send(torch.ones(1), 0)
     assert surface.log[0] == ("copy", "waits for stream", "compute")
+
+
+def test_so_are_those_inside_objects_that_move_themselves(surface: Any) -> None:
+    class Graph:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+        def to(self, device: Any, non_blocking: bool = False) -> Graph:
+            return self
+
+    surface.device = torch.device("cpu")
+    link_of(surface).send({"graph": Graph(torch.ones(1))}, 0)
+    assert surface.log[0] == ("copy", "waits for stream", "compute")
+
+
+def test_memory_that_a_transform_hides_in_an_object_is_kept_from_early_use(surface: Any) -> None:
+    class Made:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.parts = [x]
+
+    link = link_of(surface, changes=[Made])
+    got = link.hand_over(link.send(torch.ones(5), 0), 0)
+    assert (got.parts[0].data_ptr(), "compute") in surface.recorded
+
+
+def test_a_link_that_is_dropped_waits_for_its_copies_before_pages_are_unlocked(
+    surface: Any,
+) -> None:
+    link = link_of(surface)
+    link.send(torch.ones(1), 0)
+    del link
+    gc.collect()
+    assert surface.log[-1] == ("host", "waits for stream", "copy")
 
 
 def test_transforms_run_on_the_copy_stream_before_the_event(surface: Any) -> None:

@@ -259,14 +259,14 @@ class Prefetcher:
 
 
 def _at_exit(prefetcher: Prefetcher) -> None:
-    """Ends an open iteration before the interpreter takes the thread's world away."""
+    """Ends an open iteration, and the copies, before the interpreter takes the thread's world away."""
     live = weakref.ref(prefetcher)
 
     def end() -> None:
         still = live()
         if still is not None:
             with suppress(Exception):
-                still._stop()
+                still.close()
 
     atexit.register(end)
     weakref.finalize(prefetcher, atexit.unregister, end).atexit = False
