@@ -117,3 +117,58 @@ def test_what_is_drawn_between_the_iterator_and_its_first_batch_does_not_change_
         again.load_state_dict(state_later)
         assert [x.tolist() for (x,) in again] == rest[1:]
     assert sorted(n for part in first + rest for n in part) == list(range(10))
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("own", [False, True])
+def test_workers_that_persist_give_the_same_order_in_this_process_and_in_another(
+    epoch: int, own: bool
+) -> None:
+    def loader(**options: Any) -> Any:
+        generator = torch.Generator().manual_seed(4) if own else None
+        return DataLoader(DATA, 2, shuffle=True, generator=generator, **options)
+
+    kept: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+    batches = Prefetcher(loader(**kept), "cpu")
+    for _ in range(epoch):
+        list(batches)
+    iterator = iter(batches)
+    for _ in range(2):
+        next(iterator)
+    state = batches.state_dict()
+    rest = [x.tolist() for (x,) in iterator]
+    for again in (batches, Prefetcher(loader(**kept), "cpu")):
+        for _ in range(2):
+            again.load_state_dict(state)
+            assert [x.tolist() for (x,) in again] == rest
+    for other in ({}, {"num_workers": 1}):
+        taken_up = Prefetcher(loader(**other), "cpu")
+        taken_up.load_state_dict(state)
+        if epoch:
+            with pytest.raises(InputError, match="without persistent_workers=True"):
+                next(iter(taken_up))
+        else:
+            assert [x.tolist() for (x,) in taken_up] == rest
+
+
+def test_another_number_of_workers_takes_an_epoch_up() -> None:
+    for before, after in ((0, 1), (1, 0)):
+        batches = Prefetcher(DataLoader(DATA, 2, shuffle=True, num_workers=before), "cpu")
+        iterator = iter(batches)
+        next(iterator)
+        state = batches.state_dict()
+        rest = [x.tolist() for (x,) in iterator]
+        again = Prefetcher(DataLoader(DATA, 2, shuffle=True, num_workers=after), "cpu")
+        again.load_state_dict(state)
+        assert [x.tolist() for (x,) in again] == rest
+
+
+def test_an_order_drawn_after_other_numbers_is_not_taken_up_with_workers() -> None:
+    batches = Prefetcher(DataLoader(DATA, 2, shuffle=True), "cpu")
+    iterator = iter(batches)
+    torch.randn(3)
+    next(iterator)
+    again = Prefetcher(DataLoader(DATA, 2, shuffle=True, num_workers=1), "cpu")
+    again.load_state_dict(batches.state_dict())
+    with pytest.raises(InputError, match="take it up with num_workers=0"):
+        iter(again)

@@ -178,7 +178,12 @@ class PinnedPool:
         """Returns how many slots were freed whose worker is gone and whose batch never came.
 
         Call it when no batch of such a worker can come any more, as when a new epoch begins.
+
+        Raises:
+            InputError: the pool is closed.
         """
+        if POOLS.get(self._name) is not self:
+            raise InputError("the pool that the loader collates into is closed: make another")
         freed = 0
         with self._lock:
             for slot in range(self.slots):
