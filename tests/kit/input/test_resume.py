@@ -57,6 +57,12 @@ def test_another_loader_is_told_before_anything_is_skipped() -> None:
         resume.begin(loader, state)
 
 
+def test_a_loader_of_other_batches_is_told_before_anything_is_skipped() -> None:
+    state = resume.state_of(0, 2, resume.EpochStart(DataLoader(DATA, 2, shuffle=True)), None)
+    with pytest.raises(InputError, match="5 batches an epoch, this one has 3: its order"):
+        resume.begin(DataLoader(DATA, 4, shuffle=True), state)
+
+
 def test_half_a_state_is_none() -> None:
     class Half:
         def state_dict(self) -> Any:

@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from flopwise.errors import InputError
 from flopwise.kit.input.arguments import is_count
@@ -45,6 +46,7 @@ class EpochStart:
     def __init__(self, loader: Any) -> None:
         self.main, *self.generators = _drawn(loader)
         self.again = _has_workers_already(loader)
+        self.length = _length(loader)
         self.first: list[torch.Tensor] | None = None
         self._made: list[torch.Tensor] | None = None
 
@@ -55,7 +57,7 @@ class EpochStart:
     def asked(self, loader: Any) -> None:
         """Notes that the first batch is about to be asked for."""
         made, self._made = self._made, None
-        if made is None or getattr(loader, "num_workers", 0):
+        if made is None or _has_workers(loader):
             return
         now = _drawn(loader)
         if not all(torch.equal(a, b) for a, b in zip(made, now, strict=True)):
@@ -74,9 +76,23 @@ def _set(loader: Any, states: list[torch.Tensor]) -> None:
         generator.set_state(state)
 
 
+def _has_workers(loader: Any) -> bool:
+    return int(getattr(loader, "num_workers", 0)) > 0
+
+
 def _has_workers_already(loader: Any) -> bool:
-    kept = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0) > 0
-    return bool(kept) and getattr(loader, "_iterator", None) is not None
+    persist = bool(getattr(loader, "persistent_workers", False)) and _has_workers(loader)
+    return persist and getattr(loader, "_iterator", None) is not None
+
+
+def _length(loader: Any) -> int | None:
+    """Returns the batches of a DataLoader's epoch; None where its data set does not say, or for other loaders."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    try:
+        return len(loader)
+    except TypeError:  # a sampler without a length
+        return None
 
 
 class Begun:
@@ -113,6 +129,8 @@ def state_of(epoch: int, batches: int, start: EpochStart | None, inner: Any) -> 
         state["main_generator"] = start.main
         state["generators"] = start.generators
         state["again"] = start.again
+        if start.length is not None:
+            state["length"] = start.length
         if start.first is not None:
             state["first"] = start.first
     return state
@@ -154,6 +172,12 @@ def resumed(loader: Any, state: dict[str, Any]) -> Iterator[Any]:
             f"the state is of a loader with {len(old)} generators, this one has {len(generators)}: "
             "its order would be another; nothing was skipped"
         )
+    length = _length(loader)
+    if length != state.get("length", length):
+        raise InputError(
+            f"the state is of a loader with {state['length']} batches an epoch, this one has {length}: "
+            "its order would be another; nothing was skipped"
+        )
     before = torch.get_rng_state()
     try:
         iterator = _begun_as(loader, [state.get("main_generator", before), *old], state)
@@ -171,7 +195,7 @@ def _begun_as(loader: Any, states: list[torch.Tensor], state: dict[str, Any]) ->
     """Returns the loader's iterator, begun so that its order is drawn from where it was drawn the first time."""
     again, there = state.get("again", False), _has_workers_already(loader)
     first = state.get("first")
-    if first is not None and getattr(loader, "num_workers", 0):
+    if first is not None and _has_workers(loader):
         raise InputError(
             "the state is of a loader without workers that drew its order after other numbers were drawn: "
             "with workers its order would be another; take it up with num_workers=0"
