@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from flopwise.errors import InputError
 from flopwise.kit.input import Prefetcher, resume
@@ -59,8 +59,21 @@ def test_another_loader_is_told_before_anything_is_skipped() -> None:
 
 def test_a_loader_of_other_batches_is_told_before_anything_is_skipped() -> None:
     state = resume.state_of(0, 2, resume.EpochStart(DataLoader(DATA, 2, shuffle=True)), None)
-    with pytest.raises(InputError, match="5 batches an epoch, this one has 3: its order"):
+    with pytest.raises(
+        InputError, match="5 batches an epoch, this one has 3 batches an epoch: its"
+    ):
         resume.begin(DataLoader(DATA, 4, shuffle=True), state)
+
+
+def test_an_iterable_data_set_is_taken_up_with_as_many_workers_only() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(range(10))
+
+    state = resume.state_of(0, 2, resume.EpochStart(DataLoader(Stream(), 2)), None)
+    assert next(iter(resume.begin(DataLoader(Stream(), 2), state).batches)).tolist() == [4, 5]
+    with pytest.raises(InputError, match="with 0 workers on an iterable data set, this one has 1"):
+        resume.begin(DataLoader(Stream(), 2, num_workers=1), state)
 
 
 def test_half_a_state_is_none() -> None:

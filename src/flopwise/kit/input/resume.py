@@ -46,7 +46,7 @@ class EpochStart:
     def __init__(self, loader: Any) -> None:
         self.main, *self.generators = _drawn(loader)
         self.again = _has_workers_already(loader)
-        self.length = _length(loader)
+        self.form = _form(loader)
         self.first: list[torch.Tensor] | None = None
         self._made: list[torch.Tensor] | None = None
 
@@ -85,12 +85,14 @@ def _has_workers_already(loader: Any) -> bool:
     return persist and getattr(loader, "_iterator", None) is not None
 
 
-def _length(loader: Any) -> int | None:
-    """Returns the batches of a DataLoader's epoch; None where its data set does not say, or for other loaders."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+def _form(loader: Any) -> str | None:
+    """Returns what a DataLoader's order hangs on beside its generators; None for other loaders."""
+    if not isinstance(loader, DataLoader):
         return None
+    if isinstance(loader.dataset, IterableDataset):  # each worker reads its part
+        return f"{loader.num_workers} workers on an iterable data set"
     try:
-        return len(loader)
+        return f"{len(loader)} batches an epoch"
     except TypeError:  # a sampler without a length
         return None
 
@@ -129,8 +131,8 @@ def state_of(epoch: int, batches: int, start: EpochStart | None, inner: Any) -> 
         state["main_generator"] = start.main
         state["generators"] = start.generators
         state["again"] = start.again
-        if start.length is not None:
-            state["length"] = start.length
+        if start.form is not None:
+            state["form"] = start.form
         if start.first is not None:
             state["first"] = start.first
     return state
@@ -172,10 +174,10 @@ def resumed(loader: Any, state: dict[str, Any]) -> Iterator[Any]:
             f"the state is of a loader with {len(old)} generators, this one has {len(generators)}: "
             "its order would be another; nothing was skipped"
         )
-    length = _length(loader)
-    if length != state.get("length", length):
+    form = _form(loader)
+    if form != state.get("form", form):
         raise InputError(
-            f"the state is of a loader with {state['length']} batches an epoch, this one has {length}: "
+            f"the state is of a loader with {state['form']}, this one has {form}: "
             "its order would be another; nothing was skipped"
         )
     before = torch.get_rng_state()
