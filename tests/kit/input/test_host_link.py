@@ -90,6 +90,14 @@ def test_what_the_loop_or_a_transform_changes_itself_is_no_finding(judge: Judge)
     assert judge.found == []
 
 
+def test_what_a_loop_changes_in_inference_mode_is_no_finding(judge: Judge) -> None:
+    link = HostLink(None, [], judge)
+    with torch.inference_mode():
+        link.hand_over(link.send([torch.ones(2)], 0), 0)[0].add_(1)
+        link.finish()
+    assert judge.found == []
+
+
 def test_a_finding_is_raised_at_its_step() -> None:
     link = HostLink(None, [], Judge(raising=True))
     x = torch.ones(8)
