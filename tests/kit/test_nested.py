@@ -100,6 +100,22 @@ class TestTrees:
         new = map_tensors(tree, lambda t: t + 1)
         assert (type(new), new.tag, float(new[0]), float(tree[0])) == (Tagged, "left", 2.0, 1.0)
 
+    def test_names_and_numbers_by_the_hundred_are_passed_over(self) -> None:
+        asked = []
+
+        class Asks(type):
+            def __instancecheck__(cls, value: Any) -> bool:
+                asked.append(value)
+                return False
+
+        class Kind(metaclass=Asks):
+            pass
+
+        tree = {"names": ["n"] * 300, "ids": tuple(range(300)), "x": None, "y": torch.ones(1)}
+        assert list(tensors_in(tree, Kind)) == []
+        assert map_tensors(tree, lambda t: t + 1, Kind) is tree
+        assert len(asked) == 8  # the tree, two lists and a tensor, by each of the two
+
     def test_a_type_that_cannot_be_built_again_is_named(self) -> None:
         class Fixed(tuple):  # type: ignore[type-arg]
             def __new__(cls) -> Any:

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 
 
+#: What holds nothing and is no leaf of any kind: passed over at once, since a batch may carry names by the hundred.
+_BARE = frozenset({str, int, float, bool, bytes, complex, type(None)})
+
+
 class NotRebuiltError(TypeError):
     """A container type whose constructor does not take its parts."""
 
@@ -20,10 +24,12 @@ def tensors_in(tree: Any, kind: type = torch.Tensor) -> Iterator[Any]:
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from tensors_in(value, kind)
+            if type(value) not in _BARE:
+                yield from tensors_in(value, kind)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from tensors_in(value, kind)
+            if type(value) not in _BARE:
+                yield from tensors_in(value, kind)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from tensors_in(getattr(tree, field.name), kind)
@@ -31,12 +37,14 @@ def tensors_in(tree: Any, kind: type = torch.Tensor) -> Iterator[Any]:
 
 def map_tensors(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
     """Returns the tree with every tensor (or leaf of another kind) replaced; the same tree where nothing changes."""
+    if type(tree) in _BARE:
+        return tree
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, Mapping):
         return _rebuilt(tree, {k: map_tensors(v, change, kind) for k, v in tree.items()})
     if isinstance(tree, (list, tuple)):
-        items = [map_tensors(v, change, kind) for v in tree]
+        items = [v if type(v) in _BARE else map_tensors(v, change, kind) for v in tree]
         if all(a is b for a, b in zip(items, tree, strict=True)):
             return tree
         return _made(tree, lambda: _with_parts(tree, items))
