@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-
 #: What holds nothing and is no leaf of any kind: passed over at once, since a batch may carry names by the hundred.
 _BARE = frozenset({str, int, float, bool, bytes, complex, type(None)})
 
