@@ -37,6 +37,7 @@ _COUNTS = [
     "retries",
     "failed",
     "peak_asked",
+    "split",
 ]
 
 
@@ -76,6 +77,7 @@ class OwnAllocator:
         library: Path,
         malloc_at: int,
         free_at: int,
+        forget_at: int = 0,
         *,
         least_arena_bytes: int = ARENA_BYTES,
         pool_at: int = 0,
@@ -88,6 +90,7 @@ class OwnAllocator:
         self._library.flopwise_connect.argtypes = [
             pointer,
             pointer,
+            pointer,
             size,
             pointer,
             size,
@@ -98,7 +101,7 @@ class OwnAllocator:
         self._library.flopwise_free.argtypes = [pointer, size, ctypes.c_int, pointer]
         self._library.flopwise_free.restype = None
         if not self._library.flopwise_connect(
-            malloc_at, free_at, least_arena_bytes, pool_at, pool_bytes, device
+            malloc_at, free_at, forget_at, least_arena_bytes, pool_at, pool_bytes, device
         ):
             raise AllocatorError(
                 "the own allocator cannot be connected: no memory, or no functions of the driver"
@@ -123,7 +126,7 @@ class OwnAllocator:
             reserved_bytes=counts["taken"],
             peak_allocated_bytes=counts["peak_given"],
             peak_reserved_bytes=counts["peak_taken"],
-            inactive_split_bytes=counts["taken"] - counts["given"],
+            inactive_split_bytes=counts["split"],
             retries=counts["retries"],
             out_of_memory=counts["failed"],
             driver_allocations=counts["driver_allocations"],
@@ -158,6 +161,7 @@ def install(folder: str | Path, pool_bytes: int = 0, device: int = 0) -> OwnAllo
         library,
         _address(cuda.cudaMalloc),
         _address(cuda.cudaFree),
+        _address(cuda.cudaGetLastError),
         pool_at=pool.value or 0,
         pool_bytes=pool_bytes,
         device=device,
