@@ -22,7 +22,7 @@ def test_where_little_is_lost_nothing_is_advised() -> None:
 
 
 def test_a_negative_size() -> None:
-    with pytest.raises(ValueError, match="none is negative"):
+    with pytest.raises(ValueError, match="a whole number from 0 on is meant"):
         pinned_plan([-1])
 
 

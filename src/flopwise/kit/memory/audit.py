@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flopwise.flops.call import Call, Operand
 from flopwise.flops.dtypes import Precision, executed, real_operations
 from flopwise.flops.table import Rule, rule_of
+from flopwise.kit.memory.arguments import need_module, need_step
 from flopwise.kit.memory.modules import Modules, in_backward
 from flopwise.kit.memory.operands import EDGE, SLOW, Defect, defects
 from flopwise.kit.memory.undisturbed import undisturbed
@@ -85,6 +86,8 @@ def audit_alignment(module: nn.Module, step: Callable[[], object]) -> Audit:
     Ignores: compiled regions (their ops are not seen; compilers pad by themselves) and what a library does to an operand
     before its kernel.
     """
+    need_module("audit_alignment", module)
+    need_step("audit_alignment", step)
     with undisturbed(module), _Audit(module) as mode:
         step()
     return mode.result

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from flopwise.kit.memory.arguments import need_module, need_optimizers, need_step, need_whole
 from flopwise.kit.memory.interleaved import Ratio, compare
 from flopwise.kit.memory.same_results import why_unlike
 from flopwise.kit.memory.undisturbed import device_of, undisturbed, without_gradients
@@ -106,7 +107,11 @@ def choose_channels_last(
         step: runs the model forward and backward; gradients, buffers and random numbers are put back after each run.
         optimizers: whose state is laid out like the weights.
     """
-    result = ChannelsLast(module, tuple(optimizers))
+    where = "choose_channels_last"
+    need_module(where, module)
+    need_step(where, step)
+    need_whole(where, "rounds", rounds)
+    result = ChannelsLast(module, tuple(need_optimizers(where, optimizers)))
     result.declined = _reason(module)
     failed = None
     if result.declined is None:
@@ -177,7 +182,9 @@ def _is_known_elsewhere(module: nn.Module, weights: list[nn.Parameter]) -> bool:
     """Returns whether memory of weights is part of a larger buffer, of another parameter, or of other processes."""
     owners = Counter(p.untyped_storage()._cdata for p in set(module.parameters()))
     for weight in weights:
-        if owners[weight.untyped_storage()._cdata] > 1 or (not weight.is_cuda and weight.is_shared()):
+        if owners[weight.untyped_storage()._cdata] > 1 or (
+            not weight.is_cuda and weight.is_shared()
+        ):
             return True
         for tensor in (weight, weight.grad):
             if tensor is not None and tensor.untyped_storage().nbytes() > tensor.nbytes:

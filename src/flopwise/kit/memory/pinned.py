@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flopwise.kit.memory.arguments import need_whole
+
 
 @dataclass(frozen=True)
 class PinnedPlan:
@@ -43,10 +45,10 @@ def pinned_plan(sizes_bytes: Sequence[int]) -> PinnedPlan:
     that were freed before and are used again.
 
     Raises:
-        ValueError: a size is negative.
+        ArgumentError: a size is no whole number, or negative.
     """
-    if any(size < 0 for size in sizes_bytes):
-        raise ValueError(f"sizes of {list(sizes_bytes)} bytes: none is negative")
+    for size in sizes_bytes:
+        need_whole("pinned_plan", "a size in sizes_bytes", size)
     given = tuple(1 << (size - 1).bit_length() if size else 0 for size in sizes_bytes)
     return PinnedPlan(tuple(sizes_bytes), given)
 
