@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flopwise.kit.memory.allocator_settings import (
     reasons_against,
     settings_now,
 )
+from flopwise.kit.memory.arguments import ArgumentError
 from flopwise.kit.memory.settings_comparison import DEFAULT, Run, SettingsError
 
 
@@ -189,3 +191,35 @@ class TestTargets:
     def test_a_text_without_a_function(self) -> None:
         with pytest.raises(SettingsError, match="is wanted"):
             compare_settings("train.py")
+
+    @pytest.mark.parametrize("target", [lambda: None, functools.partial(print)])
+    def test_what_has_no_name(self, target: Any) -> None:
+        with pytest.raises(SettingsError, match=r"has no name of its own|made inside something"):
+            compare_settings(target)
+
+    @pytest.mark.parametrize("target", ["nowhere.py:build", ["nowhere.py", "--fast"], []])
+    def test_what_is_not_there(self, target: Any) -> None:
+        with pytest.raises(SettingsError, match=r"there is no file|a script and its arguments"):
+            compare_settings(target)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"steps": 0}, "steps=0; a whole number from 1 on"),
+        ({"warmup": -1}, "warmup=-1; a whole number from 0 on"),
+        ({"rounds": 3.5}, "rounds=3.5; a whole number"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan; a number from 0 on"),
+        ({"settings": {DEFAULT: "a:1"}}, '"as it is" names what the settings are compared with'),
+        ({"settings": {"a": None}}, "names and values are meant"),
+        ({"settings": "a:1"}, "names and values are meant"),
+    ],
+)
+def test_numbers_and_settings_without_sense(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        compare_settings("m:f", **wrong)
+
+
+def test_a_pool_of_less_than_nothing() -> None:
+    with pytest.raises(ArgumentError, match="pool_bytes=-1"):
+        own_settings(-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -59,7 +60,16 @@ def build(folder: str | Path) -> Path:
             "no C compiler (cc, gcc, clang) on the path: the own allocator is not tried"
         )
     library = Path(folder) / "own_allocator.so"
-    words = [compiler, "-O2", "-shared", "-fPIC", str(SOURCE), "-lpthread", "-o", str(library)]
+    words = [
+        *shlex.split(compiler),
+        "-O2",
+        "-shared",
+        "-fPIC",
+        str(SOURCE),
+        "-lpthread",
+        "-o",
+        str(library),
+    ]
     try:
         done = subprocess.run(words, capture_output=True, text=True)
     except OSError as error:
