@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,7 +178,7 @@ def _reason(module: nn.Module) -> str | None:
     )
 
 
-def _is_known_elsewhere(module: nn.Module, weights: list[nn.Parameter]) -> bool:
+def _is_known_elsewhere(module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
     """Returns whether memory of weights is part of a larger buffer, of another parameter, or of other processes."""
     owners = Counter(p.untyped_storage()._cdata for p in set(module.parameters()))
     for weight in weights:

@@ -82,7 +82,7 @@ class _Buffers:
                     ]
                 ]
             return
-        now = [(module, name, module._buffers.get(name)) for module, name, *_ in self._found]
+        now = [(module, name, module._buffers[name]) for module, name, *_ in self._found]
         try:
             for module, name, buffer, _, copy in self._found:
                 if copy is not None:
@@ -91,8 +91,8 @@ class _Buffers:
                     module._buffers[name] = buffer.clone()
             yield
         finally:
-            for module, name, buffer in now:
-                module._buffers[name] = buffer
+            for module, name, present in now:
+                module._buffers[name] = present
 
 
 def _copy_before(module: nn.Module, buffer: torch.Tensor) -> torch.Tensor | None:
