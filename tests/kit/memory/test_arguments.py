@@ -61,6 +61,15 @@ def enter(context: Any) -> None:
         (lambda: checkpoint_blocks(net(), never, 1, blocks=["0", "0.l"]), '"0.l" lies in "0"'),
         (lambda: checkpoint_blocks(net(), never, 1, blocks=["", "0"]), '"0" lies in ""'),
         (lambda: checkpoint_blocks(net(), never, 1, blocks=["x"]), r"no modules named \['x'\]"),
+        (
+            lambda: checkpoint_blocks(torch.compile(net(), backend="eager"), never, 1),
+            "checkpoint_blocks: the module is compiled: choose on the module that it was made from",
+        ),
+        (
+            lambda: audit_alignment(nn.LazyLinear(3), never),
+            "weight has no size yet: run the module",
+        ),
+        (lambda: audit_alignment(nn.LazyBatchNorm1d(affine=False), never), "running_mean has no s"),
         (lambda: audit_alignment(net, never), "audit_alignment: module is a function"),  # type: ignore[arg-type]
         (lambda: audit_alignment(net(), None), "audit_alignment: step is a NoneType"),  # type: ignore[arg-type]
         (lambda: enter(memory_timeline(net(), net())), "memory_timeline: a Linear among the op"),

@@ -33,3 +33,7 @@ def test_pieces_hold_what_is_asked_for_and_little_more(sizes: list[int]) -> None
         assert asked <= given_ < max(1, 2 * asked)
         assert all(p & (p - 1) == 0 for p in pieces)
         assert asked <= sum(pieces) <= asked + asked // 64
+
+
+def test_nothing() -> None:
+    assert str(pinned_plan([])) == "no pinned memory is asked for"

@@ -80,3 +80,11 @@ def test_pythons_random_numbers_are_put_back() -> None:
     with undisturbed(nn.ReLU()):
         random.random()
     assert random.getstate() == state
+
+
+def test_buffers_that_were_made_in_inference_mode() -> None:
+    with torch.inference_mode():
+        module = Counts()
+    with undisturbed(module), torch.inference_mode():
+        module()
+    assert module.seen.item() == 0

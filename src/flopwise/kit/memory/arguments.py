@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from flopwise.errors import FlopwiseError
 
@@ -18,13 +19,20 @@ class ArgumentError(FlopwiseError, ValueError):
 
 
 def need_module(where: str, module: Any) -> None:
-    """Checks that it is a module.
+    """Checks that it is a module whose parameters have a size.
 
     Raises:
         ArgumentError: it is not.
     """
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"{where}: module is a {_kind(module)}; a torch.nn.Module is meant")
+    lazy = next((n for n, p in module.named_parameters() if is_lazy(p)), None)
+    if lazy is None:
+        lazy = next((n for n, b in module.named_buffers() if is_lazy(b)), None)
+    if lazy is not None:
+        raise ArgumentError(
+            f"{where}: {lazy} has no size yet: run the module once on a batch first"
+        )
 
 
 def need_step(where: str, step: Any) -> None:

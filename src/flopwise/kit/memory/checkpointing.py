@@ -115,6 +115,10 @@ def checkpoint_blocks(
     where = "checkpoint_blocks"
     need_module(where, module)
     need_step(where, step)
+    if type(module).__name__ == "OptimizedModule":
+        raise ArgumentError(
+            f"{where}: the module is compiled: choose on the module that it was made from, before it is compiled"
+        )
     need_number(where, "target_bytes", target_bytes)
     need_whole(where, "rounds", rounds)
     names = list(repeated_blocks(module)) if blocks is None else _named(blocks)

@@ -26,6 +26,8 @@ class PinnedPlan:
 
     def __str__(self) -> str:
         """Returns what is planned, and how to get by with less where it matters."""
+        if not self.asked_bytes:
+            return "no pinned memory is asked for"
         given = " + ".join(_gib(n) for n in self.given_bytes)
         text = (
             f"pinned memory: {given} GiB for {_gib(sum(self.asked_bytes))} GiB asked for, factor {self.factor:.2f} "

@@ -47,7 +47,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             for owner, name, buffer, values in buffers:
                 owner._buffers[name] = buffer  # a forward may have put another one there
                 if buffer is not None and values is not None:
-                    buffer.copy_(values)
+                    with torch.inference_mode(buffer.is_inference()):
+                        buffer.copy_(values)
         random.setstate(drawn)
     if any(_version(p) != v for p, v in zip(parameters, versions, strict=True)):
         warnings.warn(
