@@ -164,6 +164,27 @@ class TestProcesses:
             "--epochs 1 max_split_size_mb:512",
         ]
 
+    def test_as_it_is_is_what_both_names_say(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file = tmp_path / "train.py"
+        names = allocator_settings.NAMES
+        file.write_text(
+            f"import os\nopen({str(tmp_path / 'seen')!r}, 'a').write("
+            f"' '.join(os.environ[n] for n in {names!r}) + '\\n')\n"
+        )
+        for name, value in zip(
+            names, ("max_split_size_mb:512", "max_split_size_mb:256"), strict=True
+        ):
+            monkeypatch.setenv(name, value)
+        spec = allocator_settings._spec([str(file)], 1, 1)
+        for setting in (settings_now(), "max_split_size_mb:128"):
+            assert isinstance(allocator_settings._run(spec, setting, 60), Run)
+        assert (tmp_path / "seen").read_text().splitlines() == [
+            "max_split_size_mb:512 max_split_size_mb:256",
+            "max_split_size_mb:128 max_split_size_mb:128",
+        ]
+
     def test_the_own_allocator_without_cuda_is_told(self, tmp_path: Path) -> None:
         file = tmp_path / "train.py"
         file.write_text(STEP)

@@ -129,5 +129,7 @@ def test_what_tells_the_device_of_random_numbers_is_passed_by_position(
             return super().forward(box["x"])
 
     Checkpointed(Boxed(4, 4))({"x": x})
+    Checkpointed(nn.Linear(4, 4, device="meta"))(torch.empty(2, 4, device="meta"))
+    assert len(seen[2]) == 1
     assert isinstance(seen[1][1], torch.Tensor)
     assert seen[1][1].device == x.device

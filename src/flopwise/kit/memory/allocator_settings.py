@@ -220,7 +220,8 @@ def _spec(target: Any, steps: int, warmup: int) -> dict[str, Any]:
 
 def _run(spec: dict[str, Any], setting: str | None, timeout_s: float) -> Run | str:
     """Returns what one fresh process measured, or what it failed with."""
-    env = environment(setting)
+    # What is there now stays as it is: the two names may say different things.
+    env = dict(os.environ) if setting == settings_now() else environment(setting)
     if setting is not None and setting.startswith(_OWN):
         spec = {**spec, "pool_bytes": int(setting.removeprefix(_OWN))}
     with tempfile.TemporaryDirectory() as folder:

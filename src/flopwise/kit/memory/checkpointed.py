@@ -32,8 +32,8 @@ class Checkpointed:
         # device random numbers are drawn: it looks at these only.
         n, names = len(args), tuple(kwargs)
         given = (*args, *kwargs.values())
-        if not any(isinstance(value, torch.Tensor) for value in given):
-            device = next((p.device for p in block.parameters()), None)
+        device = next((p.device for p in block.parameters()), None)
+        if not any(isinstance(value, torch.Tensor) and value.device == device for value in given):
             given = (*given, torch.empty(0, device=device))
         buffers = None if torch.compiler.is_compiling() else _Buffers(block)
 
