@@ -88,3 +88,13 @@ def test_buffers_that_were_made_in_inference_mode() -> None:
     with undisturbed(module), torch.inference_mode():
         module()
     assert module.seen.item() == 0
+
+
+def test_gradients_in_a_buffer_of_others_have_their_values_again() -> None:
+    net, bucket = nn.Linear(3, 3), torch.ones(12)
+    net.weight.grad, net.bias.grad = bucket[:9].view(3, 3), bucket[9:]
+    gradients = [p.grad for p in net.parameters()]
+    with undisturbed(net):
+        bucket.zero_()  # as a bucket of DistributedDataParallel is written in its backward
+    assert all(p.grad is g for p, g in zip(net.parameters(), gradients, strict=True))
+    assert torch.equal(bucket, torch.ones(12))

@@ -22,6 +22,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     """
     parameters = list(module.parameters())
     gradients = [parameter.grad for parameter in parameters]
+    # Others may write where they lie: DistributedDataParallel keeps its buckets there.
+    values_of = {g: g.detach().clone() for g in gradients if g is not None and _is_part(g)}
     versions = [_version(parameter) for parameter in parameters]
     buffers = [
         (
@@ -44,6 +46,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         with torch.no_grad():
+            for part, before in values_of.items():
+                part.copy_(before)
             for owner, name, buffer, values in buffers:
                 owner._buffers[name] = buffer  # a forward may have put another one there
                 if buffer is not None and values is not None:
@@ -82,6 +86,13 @@ def _is_shared(tensor: torch.Tensor) -> bool:
     if tensor.layout != torch.strided:
         return False
     return any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _is_part(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is part of a larger buffer."""
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
+        return False
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _version(parameter: torch.Tensor) -> int:
