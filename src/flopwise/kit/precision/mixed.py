@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from flopwise.errors import PrecisionError
 from flopwise.kit.nested import map_tensors, tensors_in
 from flopwise.kit.precision import float8
+from flopwise.kit.precision.arguments import dtype_name, module_of, names_of
 from flopwise.kit.precision.casting import Call, Wrapped, WrappedForward, in_float32
 from flopwise.kit.precision.custom_functions import any_defined, functions_reason, traced_to_modules
 from flopwise.kit.precision.declining import (
@@ -58,18 +59,20 @@ class MixedPrecision:
     def __init__(
         self,
         module: nn.Module,
-        dtype: str = "bfloat16",
+        dtype: str | torch.dtype = "bfloat16",
         *,
-        keep_float32: Iterable[str] = (),
+        keep_float32: str | Iterable[str] = (),
         training_only: bool = False,
     ) -> None:
+        module_of("MixedPrecision", module)
+        dtype = dtype_name(dtype)
         if dtype not in DTYPES:
             raise PrecisionError(f"dtype={dtype!r}: it is one of {', '.join(DTYPES)}")
         self.module, self.dtype, self.training_only = module, dtype, training_only
         self.device = device_of(module)
         self.notes: list[str] = []
         self.kept: dict[str, str] = {}
-        keep = list(keep_float32)
+        keep = names_of("keep_float32", keep_float32)
         self._names = {id(m): n for n, m in module.named_modules()}
         self._once = Once()
         self._wrapped: list[Wrapped | WrappedForward] = []

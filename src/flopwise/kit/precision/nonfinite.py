@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flopwise.errors import PrecisionError
 from flopwise.flops.zero import VIEWS
 from flopwise.kit.nested import tensors_in
 from flopwise.kit.precision.causes import Event, Range, explain, fills, overwrites, uninitialised
@@ -68,6 +69,10 @@ def find_nonfinite(
     Gradients, buffers and the state of the random numbers are afterwards as before. Every op is read: this is slow,
     and made for one step. Compiled modules run eagerly.
     """
+    if not callable(step):
+        raise PrecisionError(
+            f"find_nonfinite: a function that makes one step, or a module, is needed, not {type(step).__name__}"
+        )
     root = module if module is not None else (step if isinstance(step, nn.Module) else None)
     names = {} if root is None else _names(root)
     with kept(root), torch.compiler.set_stance("force_eager"), modules_of(root) as where:
