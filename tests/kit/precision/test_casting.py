@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -88,6 +89,19 @@ class TestForward:
                 twin[0].weight.data.zero_()
                 assert torch.equal(twin(x)[0], twin[0].bias)  # it computes with its own weights
         assert torch.equal(module(x), plain * 2)
+
+    def test_its_signature_is_the_modules(self) -> None:
+        module = nn.MultiheadAttention(2, 1)
+        signature = inspect.signature(module.forward)
+        WrappedForward(module, doubled)
+        assert inspect.signature(module.forward) == signature
+        assert module.forward.__name__ == "forward"
+
+    def test_it_is_exported(self) -> None:
+        module, x = nn.Linear(2, 2), torch.ones(1, 2)
+        WrappedForward(module, doubled)
+        exported = torch.export.export(module, (x,))
+        assert torch.equal(exported.module()(x), module(x))
 
     def test_a_forward_that_was_found_comes_back(self) -> None:
         module = nn.Linear(2, 2)

@@ -277,6 +277,20 @@ def test_a_forward_that_was_replaced_afterwards_is_left_and_said() -> None:
     assert vars(model)["forward"] is mine
 
 
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+def test_submodules_of_a_wrapped_model_are_known_by_their_name_in_it(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
+    model = wrap(net())
+    for keep in ("3", next(n for n, _ in model.named_modules() if n.endswith(".3"))):
+        made = MixedPrecision(model, keep_float32=keep)
+        assert [name.rpartition(".")[2] for name in made.kept] == ["3"]
+        assert list(made.kept)[0] in dict(model.named_modules())
+        made.undo()
+    with pytest.raises(PrecisionError, match="no submodule 'head'"):
+        MixedPrecision(model, keep_float32="head")
+
+
 def test_tf32_is_of_a_whole_module() -> None:
     with pytest.raises(PrecisionError, match="TF32 is switched for all of a module"):
         MixedPrecision(net(), "tf32", keep_float32=["3"])

@@ -7,6 +7,7 @@ pickled: type, state dict and hooks stay as they are. What torch.compile traces 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,10 @@ class _Forward:
 
     def __init__(self, module: nn.Module, found: Any, call: Call) -> None:
         self._module, self._found, self._call = module, found, call
+        # Frameworks read the signature of a forward (which columns a batch needs), and export its code.
+        functools.update_wrapper(self, module.forward)
+        if (code := getattr(module.forward, "__code__", None)) is not None:
+            self.__code__ = code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)

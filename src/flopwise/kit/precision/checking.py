@@ -58,8 +58,8 @@ def check_and_unscale(
         factor = inverse_scale.to(device, non_blocking=True)
         for tensors in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
-        if amax is None:
-            amax = found.atanh()  # of 0 it is 0 and of 1 inf, in one kernel
+        finite = found.atanh()  # of 0 it is 0 and of 1 inf, in one kernel
+        amax = finite if amax is None else torch.maximum(amax, finite)
         per_device[device] = found
         amaxes.append(amax.to(home, non_blocking=True))
     return per_device, amaxes

@@ -83,6 +83,7 @@ class MixedPrecision:
         self._looked = dtype == "tf32"
         self.declined = self._problem()
         submodules = [self._submodule(name) for name in keep]
+        keep = [self._names.get(id(m), n) for m, n in zip(submodules, keep, strict=True)]
         if keep and dtype == "tf32":
             raise PrecisionError(
                 "keep_float32: TF32 is switched for all of a module. Put MixedPrecision around those submodules that are to "
@@ -240,10 +241,17 @@ class MixedPrecision:
         return forward
 
     def _submodule(self, name: str) -> nn.Module:
-        try:
-            return self.module.get_submodule(name)
-        except AttributeError:
-            raise PrecisionError(f"keep_float32: the module has no submodule {name!r}") from None
+        inner = self.module
+        while True:  # by its name in the model, too, where that is wrapped
+            try:
+                return inner.get_submodule(name)
+            except AttributeError:
+                wrapped = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+                if not _wraps(inner) or not isinstance(wrapped, nn.Module):
+                    raise PrecisionError(
+                        f"keep_float32: the module has no submodule {name!r}"
+                    ) from None
+                inner = wrapped
 
     def _keep(self, module: nn.Module, name: str, why: str) -> None:
         self.kept[name] = why
