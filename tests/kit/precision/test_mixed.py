@@ -285,7 +285,7 @@ def test_submodules_of_a_wrapped_model_are_known_by_their_name_in_it(
     for keep in ("3", next(n for n, _ in model.named_modules() if n.endswith(".3"))):
         made = MixedPrecision(model, keep_float32=keep)
         assert [name.rpartition(".")[2] for name in made.kept] == ["3"]
-        assert list(made.kept)[0] in dict(model.named_modules())
+        assert next(iter(made.kept)) in dict(model.named_modules())
         made.undo()
     with pytest.raises(PrecisionError, match="no submodule 'head'"):
         MixedPrecision(model, keep_float32="head")

@@ -142,7 +142,9 @@ class UnwaitingScaler(GradScaler):
                 found = torch.zeros((), device=scale.device)
                 checked = check_and_unscale(grads, found, scale.reciprocal(), self._looks())
             state["found_inf_per_device"] = self._checked(optimizer, checked, scale.device)
-        founds = [f.to(scale.device) for f in state["found_inf_per_device"].values()]
+        founds = [
+            f.to(scale.device, non_blocking=True) for f in state["found_inf_per_device"].values()
+        ]
         takes = cast(Any, optimizer)
         takes.grad_scale = scale if divides else None
         takes.found_inf = founds[0] if len(founds) == 1 else torch.stack(founds).amax()
@@ -164,7 +166,9 @@ class UnwaitingScaler(GradScaler):
         before = self._copied(optimizer) if self._masks(optimizer, found) else None
         if before is None:
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        total = torch.stack([f.to(found[0].device, non_blocking=True) for f in found]).amax()
+        total = found[0]
+        if len(found) > 1:
+            total = torch.stack([f.to(total.device, non_blocking=True) for f in found]).amax()
         return cast("float | None", masked_step(optimizer, before, total, *args, **kwargs))
 
     def _copied(
