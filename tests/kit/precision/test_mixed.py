@@ -291,6 +291,17 @@ def test_submodules_of_a_wrapped_model_are_known_by_their_name_in_it(
         MixedPrecision(model, keep_float32="head")
 
 
+def test_around_one_module_there_is_one() -> None:
+    model = net()
+    made = MixedPrecision(model)
+    with pytest.raises(PrecisionError, match="already, in bfloat16"):
+        MixedPrecision(model, "float16")
+    inner = MixedPrecision(model[3])
+    inner.undo()
+    made.undo()
+    assert MixedPrecision(model, "float16").active
+
+
 def test_tf32_is_of_a_whole_module() -> None:
     with pytest.raises(PrecisionError, match="TF32 is switched for all of a module"):
         MixedPrecision(net(), "tf32", keep_float32=["3"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -53,7 +54,7 @@ class MixedPrecision:
     stay in float32, and that call is made once more.
 
     Raises:
-        PrecisionError: no such dtype, no such submodule, or `keep_float32` with "tf32".
+        PrecisionError: it is around the module already; no such dtype, no such submodule, or `keep_float32` with "tf32".
     """
 
     def __init__(
@@ -68,7 +69,13 @@ class MixedPrecision:
         dtype = dtype_name(dtype)
         if dtype not in DTYPES:
             raise PrecisionError(f"dtype={dtype!r}: it is one of {', '.join(DTYPES)}")
-        self.module, self.dtype, self.training_only = module, dtype, training_only
+        other = _AROUND.get(id(module))
+        if other is not None and other.active:
+            raise PrecisionError(
+                f"MixedPrecision is around this {type(module).__name__} already, in {other.dtype}: undo() that first"
+            )
+        self.module, self.training_only = module, training_only
+        self.dtype: str = dtype
         self.device = device_of(module)
         self.notes: list[str] = []
         self.kept: dict[str, str] = {}
@@ -98,6 +105,7 @@ class MixedPrecision:
         for name, submodule in zip(keep, submodules, strict=True):
             self._keep(submodule, name, "asked to be kept")
         self._root = Wrapped(module, self._around)
+        _AROUND[id(module)] = self
         if dtype != "tf32" and not _wraps(module):
             self._inner = WrappedForward(module, self._unless_around)
 
@@ -360,6 +368,10 @@ class MixedPrecision:
                 f"{name} ({type(module).__name__}) stays in float32: {why} (torch.amp.custom_fwd declares one).",
             )
         return True
+
+
+#: What is around a module, by its identity: it lives as long as the module has its call.
+_AROUND: WeakValueDictionary[int, MixedPrecision] = WeakValueDictionary()
 
 
 def _wraps(module: nn.Module) -> bool:
