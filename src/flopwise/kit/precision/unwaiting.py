@@ -17,7 +17,7 @@ from flopwise.kit.precision.checking import (
     share,
 )
 from flopwise.kit.precision.leftovers import Leftovers
-from flopwise.kit.precision.masked_step import copied, has_state, masked_step, unmaskable
+from flopwise.kit.precision.masked_step import Copies, copied, has_state, masked_step, unmaskable
 from flopwise.kit.precision.saying import Once, users_line
 from flopwise.kit.precision.statistics import gradients
 
@@ -171,9 +171,7 @@ class UnwaitingScaler(GradScaler):
             total = torch.stack([f.to(total.device, non_blocking=True) for f in found]).amax()
         return cast("float | None", masked_step(optimizer, before, total, *args, **kwargs))
 
-    def _copied(
-        self, optimizer: torch.optim.Optimizer
-    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    def _copied(self, optimizer: torch.optim.Optimizer) -> list[Copies] | None:
         """Returns copies of what a step may change; None, from now on, where memory does not hold them."""
         try:
             return copied(optimizer)
