@@ -38,10 +38,10 @@ class DynamicScaler(KnowingScaler):
         growth_factor, backoff_factor, growth_interval, enabled: as GradScaler has them. Growth is for
             `schedule="growth"` only.
         schedule: "magnitude": every `review_steps` updates the scale becomes the largest power of two that keeps
-            `headroom` between the largest gradient since the last review and 65504. "growth": GradScaler's own
-            schedule, equal to it to the bit down to `min_scale`.
+            `headroom` between the largest gradient since the last review (of every tenth update, if that is in 100) and
+            65504. "growth": GradScaler's own schedule, equal to it to the bit down to `min_scale`.
         headroom: a power of two. It leaves room for gradients of activations, which are not seen, and for growth.
-        min_scale, max_scale: bounds of the scale. The scale never reaches 0.
+        min_scale, max_scale: bounds of the scale, powers of two. The scale never reaches 0.
         alarm_skips: consecutive skipped steps after which a warning names what is not finite.
         alarm_frac: share of the last 100 updates that were skipped, from which on it is warned of.
         model: for names in the alarm.
