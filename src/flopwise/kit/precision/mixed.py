@@ -88,6 +88,7 @@ class MixedPrecision:
         self._off = False  # while the module runs as it was found
         self._converted: float8.Conversion | None = None
         self._looked = dtype == "tf32"
+        self._defined = any_defined()
         self.declined = self._problem()
         submodules = [self._submodule(name) for name in keep]
         keep = [self._names.get(id(m), n) for m, n in zip(submodules, keep, strict=True)]
@@ -287,10 +288,19 @@ class MixedPrecision:
             if self.training_only and not torch.is_grad_enabled():
                 return call(*args, **kwargs)
             if not self._looked and torch.is_grad_enabled():
-                self._looked = True
-                if any_defined():
-                    return self._first_call(call, inside, args, kwargs)
+                if not torch.compiler.is_compiling():
+                    return look(args, kwargs)
+                if self._defined:  # what was defined since is not looked for in compiled code
+                    return look_eagerly(args, kwargs)
             return inside(*args, **kwargs)
+
+        def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._looked = True
+            if any_defined():
+                return self._first_call(call, inside, args, kwargs)
+            return inside(*args, **kwargs)
+
+        look_eagerly = torch.compiler.disable(look, reason=_LOOKS) if self._defined else look
 
         return mixed
 
@@ -370,6 +380,11 @@ class MixedPrecision:
         return True
 
 
+#: Said where a first call may not break the graph.
+_LOOKS = (
+    "MixedPrecision looks at the first call for autograd Functions without an autocast policy: call the model once before "
+    "it is compiled, or compile it before MixedPrecision"
+)
 #: What is around a module, by its identity: it lives as long as the module has its call.
 _AROUND: WeakValueDictionary[int, MixedPrecision] = WeakValueDictionary()
 
