@@ -98,6 +98,13 @@ def test_json_that_cannot_be_written_is_said_before_the_start(in_folder: Path, p
     assert not (in_folder / "flopwise-runs").exists()
 
 
+@pytest.mark.parametrize("option", ["json", "html"])
+def test_a_dash_is_no_path(in_folder: Path, option: str) -> None:
+    with pytest.raises(UsageError, match=rf"^--{option} -: give a path.*Nothing was started$"):
+        api.run_command(Job(["false"], "x", None), **{f"{option}_path": "-"})
+    assert list(in_folder.iterdir()) == []
+
+
 def test_the_record_has_the_command_as_it_was_typed(
     go: Go, loaded_python: list[str], tmp_path: Path
 ) -> None:

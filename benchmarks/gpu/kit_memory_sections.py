@@ -378,6 +378,7 @@ def pinned(tiny: bool) -> Found:
     plan = pinned_plan(sizes)
     found: Found = {"text": str(plan), "planned_bytes": plan.given_bytes}
     if not tiny:
+        torch.cuda.init()  # before it there are no statistics
         key = "active_bytes.current"
         before = torch.cuda.host_memory_stats().get(key, 0)
         buffers = [torch.empty(n, dtype=torch.uint8, pin_memory=True) for n in sizes]

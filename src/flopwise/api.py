@@ -142,6 +142,7 @@ def check_json(json_path: str | None) -> None:
 
     Raises:
         RunFolderError: it cannot.
+        UsageError: it is "-".
     """
     _check_target("--json", json_path)
 
@@ -149,6 +150,10 @@ def check_json(json_path: str | None) -> None:
 def _check_target(option: str, target: str | None) -> None:
     if target is None:
         return
+    if target == "-":
+        raise UsageError(
+            f"{option} -: give a path; standard output is the script's. Nothing was started"
+        )
     path = Path(target)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise RunFolderError(f"{option} {target}: cannot be written there. Nothing was started")

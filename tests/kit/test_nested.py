@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator, MutableMapping
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +18,36 @@ Pair = namedtuple("Pair", ["a", "b"])
 class Output:
     loss: Any
     logits: Any = None
+
+
+class Stored(MutableMapping[str, Any]):
+    """A mapping around a store of its own, as many a batch class is."""
+
+    def __init__(self, store: dict[str, Any]) -> None:
+        self.store = store
+
+    def __getitem__(self, key: str) -> Any:
+        return self.store[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.store[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.store[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.store)
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+
+class Tagged(list[Any]):
+    """A list that needs more than its parts."""
+
+    def __init__(self, parts: Any, *, tag: str) -> None:
+        super().__init__(parts)
+        self.tag = tag
 
 
 class TestTrees:
@@ -57,10 +88,38 @@ class TestTrees:
         assert type(new) is MappingProxyType
         assert float(new["k"]) == 2
 
+    def test_a_mapping_whose_copy_shares_its_store_leaves_the_old_one_alone(self) -> None:
+        tree = Stored({"a": torch.ones(1), "b": torch.ones(2)})
+        new = map_tensors(tree, lambda t: t + 1)
+        assert type(new) is Stored
+        assert [float(t.sum()) for t in tensors_in(new)] == [2.0, 4.0]
+        assert [float(t.sum()) for t in tensors_in(tree)] == [1.0, 2.0]
+
+    def test_a_list_of_a_type_of_its_own_keeps_its_attributes(self) -> None:
+        tree = Tagged([torch.ones(1)], tag="left")
+        new = map_tensors(tree, lambda t: t + 1)
+        assert (type(new), new.tag, float(new[0]), float(tree[0])) == (Tagged, "left", 2.0, 1.0)
+
+    def test_names_and_numbers_by_the_hundred_are_passed_over(self) -> None:
+        asked = []
+
+        class Asks(type):
+            def __instancecheck__(cls, value: Any) -> bool:
+                asked.append(value)
+                return False
+
+        class Kind(metaclass=Asks):
+            pass
+
+        tree = {"names": ["n"] * 300, "ids": tuple(range(300)), "x": None, "y": torch.ones(1)}
+        assert list(tensors_in(tree, Kind)) == []
+        assert map_tensors(tree, lambda t: t + 1, Kind) is tree
+        assert len(asked) == 8  # the tree, two lists and a tensor, by each of the two
+
     def test_a_type_that_cannot_be_built_again_is_named(self) -> None:
-        class Fixed(list):  # type: ignore[type-arg]
-            def __init__(self) -> None:
-                super().__init__([torch.ones(1)])
+        class Fixed(tuple):  # type: ignore[type-arg]
+            def __new__(cls) -> Any:
+                return super().__new__(cls, [torch.ones(1)])
 
         with pytest.raises(
             NotRebuiltError, match=r"Fixed cannot be built again from its parts \(TypeError"

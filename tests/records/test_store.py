@@ -286,3 +286,10 @@ def test_text_goes_where_an_option_says(tmp_path):
     assert Path("/dev/null").is_char_device()
     with pytest.raises(RunFolderError, match=f"^--html {re.escape(str(tmp_path))}: cannot be"):
         store.put_text("--html", str(tmp_path), "a")
+
+
+def test_a_page_is_not_printed_by_a_dash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunFolderError, match=r"^--html -: give a path \(/dev/stdout"):
+        store.put_text("--html", "-", "a")
+    assert list(tmp_path.iterdir()) == []

@@ -68,6 +68,12 @@ def _overhead(section: dict[str, Any]) -> Iterator[str]:
             f"{_change(size['against_no_scaler'])} | {_change(size['gradscaler_against_no_scaler'])} | "
             f"{_change(size['against_bfloat16'])} |"
         )
+    under = [f"{n / 1e6:.1f} M" for n in section["under_limit_at_parameters"]]
+    yield ""
+    yield (
+        f"Surely under {section['limit_frac']:.1%} are {', '.join(under) or 'none'} of these: the cost goes with the parameters, "
+        "not with the step."
+    )
     for row in section["unfused"]:
         yield ""
         yield (

@@ -182,7 +182,14 @@ def overhead(tiny: bool, deadline: float) -> dict[str, Any]:
         )
         del model, optimizer, x, arms
     masked = [] if tiny else [_masked(deadline)]
-    return {"sizes": found, "unfused": masked, "limit_frac": 0.005, "ok": found[0]["ok"]}
+    # What a scaler costs grows with the parameters, not with the step: the limit is one for a size.
+    return {
+        "sizes": found,
+        "unfused": masked,
+        "limit_frac": 0.005,
+        "under_limit_at_parameters": [size["parameters"] for size in found if size["ok"]],
+        "ok": found[0]["ok"],
+    }
 
 
 def _masked(deadline: float) -> dict[str, Any]:

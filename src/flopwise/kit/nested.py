@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+#: What holds nothing and is no leaf of any kind: passed over at once, since a batch may carry names by the hundred.
+_BARE = frozenset({str, int, float, bool, bytes, complex, type(None)})
+
 
 class NotRebuiltError(TypeError):
     """A container type whose constructor does not take its parts."""
@@ -20,10 +23,12 @@ def tensors_in(tree: Any, kind: type = torch.Tensor) -> Iterator[Any]:
         yield tree
     elif isinstance(tree, Mapping):
         for value in tree.values():
-            yield from tensors_in(value, kind)
+            if type(value) not in _BARE:
+                yield from tensors_in(value, kind)
     elif isinstance(tree, (list, tuple)):
         for value in tree:
-            yield from tensors_in(value, kind)
+            if type(value) not in _BARE:
+                yield from tensors_in(value, kind)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from tensors_in(getattr(tree, field.name), kind)
@@ -31,17 +36,17 @@ def tensors_in(tree: Any, kind: type = torch.Tensor) -> Iterator[Any]:
 
 def map_tensors(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
     """Returns the tree with every tensor (or leaf of another kind) replaced; the same tree where nothing changes."""
+    if type(tree) in _BARE:
+        return tree
     if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, Mapping):
         return _rebuilt(tree, {k: map_tensors(v, change, kind) for k, v in tree.items()})
     if isinstance(tree, (list, tuple)):
-        items = [map_tensors(v, change, kind) for v in tree]
+        items = [v if type(v) in _BARE else map_tensors(v, change, kind) for v in tree]
         if all(a is b for a, b in zip(items, tree, strict=True)):
             return tree
-        return _made(
-            tree, lambda: type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-        )
+        return _made(tree, lambda: _with_parts(tree, items))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
         changed = {n: new for n, v in old.items() if (new := map_tensors(v, change, kind)) is not v}
@@ -63,12 +68,27 @@ def _rebuilt(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return _made(tree, lambda: _with_items(tree, items))
 
 
+def _with_parts(tree: Any, items: list[Any]) -> Any:
+    kind = type(tree)
+    if hasattr(tree, "_fields"):
+        return kind(*items)
+    if kind is list or isinstance(tree, tuple):
+        return kind(items)
+    twin = copy.copy(tree)  # a list of a type of its own keeps its attributes
+    twin[:] = items
+    return twin
+
+
 def _with_items(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if not isinstance(tree, MutableMapping):
         return type(tree)(items)  # type: ignore[call-arg]
     twin = copy.copy(tree)
     for key, value in items.items():
+        old = tree[key]
         twin[key] = value
+        if value is not old and tree[key] is value:  # the copy shares what it holds with the tree
+            tree[key] = old
+            return type(tree)(items)  # type: ignore[call-arg]
     return twin
 
 

@@ -111,6 +111,8 @@ def put_text(option: str, path: str, text: str) -> None:
     Raises:
         RunFolderError: it cannot be written; `option` names the place.
     """
+    if path == "-":
+        raise RunFolderError(f"{option} -: give a path (/dev/stdout, where it is to be printed)")
     target = os.path.realpath(path)
     try:
         if not os.path.exists(target) or os.path.isfile(target):

@@ -78,6 +78,9 @@ class FakeSurface:
     def new_stream(self) -> FakeStream:
         return FakeStream("copy", self.log)
 
+    def stream_apart(self) -> FakeStream:
+        return FakeStream("apart", self.log)
+
     def current_stream(self) -> FakeStream:
         return self.current
 

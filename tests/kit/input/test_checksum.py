@@ -47,6 +47,22 @@ def test_views_that_are_not_aligned_and_odd_layouts_count_like_their_copies() ->
     assert host_checksum([torch.tensor(True), torch.zeros(0)]) == 1
 
 
+def test_slices_and_expanded_tensors_count_like_their_dense_copies() -> None:
+    x = torch.arange(60.0).view(6, 10)
+    for part in (x[:, :-1], x[:, 1:], x[::2], x[:1].expand(5, 10), x.t()[1:], x[0, :1].expand(4)):
+        assert host_checksum([part]) == host_checksum([torch.empty_like(part).copy_(part)])
+    changed = x.clone()
+    changed[0, 9] = -1  # what the slice leaves out does not count, what it holds does
+    assert host_checksum([x[:, :-1]]) == host_checksum([changed[:, :-1]])
+    assert host_checksum([x[:, 1:]]) != host_checksum([changed[:, 1:]])
+
+
+def test_conjugate_and_negative_views_count_as_their_values() -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    assert host_checksum([z.conj()]) == host_checksum([z.conj().resolve_conj()])
+    assert host_checksum([z.conj().imag]) == host_checksum([torch.tensor([-2.0, 4.0])])
+
+
 def test_exchanged_tensors_show() -> None:
     a, b = torch.ones(4), torch.zeros(4)
     assert host_checksum([a, b]) != host_checksum([b, a])

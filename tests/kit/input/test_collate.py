@@ -84,9 +84,9 @@ def test_a_slot_of_the_size_said_holds_the_batch_and_every_tensor_is_aligned(
 
 
 def test_a_batch_of_a_type_that_cannot_be_rebuilt_takes_the_ordinary_way() -> None:
-    class Fixed(list):  # type: ignore[type-arg]
-        def __init__(self) -> None:
-            super().__init__([torch.ones(1)])
+    class Fixed(tuple):  # type: ignore[type-arg]
+        def __new__(cls) -> Any:
+            return super().__new__(cls, [torch.ones(1)])
 
     pool = PinnedPool(4096, 1)
     unplaced = collate_into(pool, lambda samples: Fixed())([1])

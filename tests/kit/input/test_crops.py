@@ -129,7 +129,8 @@ def test_as_a_transform_it_changes_one_part_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"size": 0}, {"size": 8, "scale": (0, 1)}, {"size": 8, "ratio": (2, 1)}]
+    "wrong",
+    [{"size": 8, "scale": (0.5, 0.1)}, {"size": 8, "scale": (0, 1)}, {"size": 8, "ratio": (2, 1)}],
 )
 def test_ranges_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(InputError, match="positive ranges are meant"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -128,6 +129,39 @@ def test_batches_that_are_on_the_device_already_are_ordered_behind_who_made_them
     assert surface.log[0] == ("copy", "waits for stream", "compute")
 
 
+def test_so_are_those_inside_objects_that_move_themselves(surface: Any) -> None:
+    class Graph:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+        def to(self, device: Any, non_blocking: bool = False) -> Graph:
+            return self
+
+    surface.device = torch.device("cpu")
+    link_of(surface).send({"graph": Graph(torch.ones(1))}, 0)
+    assert surface.log[0] == ("copy", "waits for stream", "compute")
+
+
+def test_memory_that_a_transform_hides_in_an_object_is_kept_from_early_use(surface: Any) -> None:
+    class Made:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.parts = [x]
+
+    link = link_of(surface, changes=[Made])
+    got = link.hand_over(link.send(torch.ones(5), 0), 0)
+    assert (got.parts[0].data_ptr(), "compute") in surface.recorded
+
+
+def test_a_link_that_is_dropped_waits_for_its_copies_before_pages_are_unlocked(
+    surface: Any,
+) -> None:
+    link = link_of(surface)
+    link.send(torch.ones(1), 0)
+    del link
+    gc.collect()
+    assert surface.log[-1] == ("host", "waits for stream", "copy")
+
+
 def test_transforms_run_on_the_copy_stream_before_the_event(surface: Any) -> None:
     seen = []
     link = link_of(surface, changes=[lambda b: seen.append(surface.current.name) or b * 2])
@@ -242,6 +276,22 @@ def test_what_nobody_takes_is_dropped_after_its_copy_and_closing_waits(surface: 
 
 
 # ---------------------------------------------------------------------- consistency
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_slices_and_repeated_elements_are_summed_as_the_device_has_them(
+    surface: Any, reuse: bool
+) -> None:
+    judge = Judge(raising=True)
+    link = link_of(surface, judge=judge, reuse=reuse)
+    for step in range(6):
+        tokens = torch.arange(30).view(3, 10) + step
+        batch = (tokens[:, :-1], tokens[:, 1:], tokens.t()[2:], torch.tensor([step]).expand(9))
+        got = link.hand_over(link.send(batch, step), step)
+        assert all(torch.equal(a, b) for a, b in zip(got, batch, strict=True))
+    link.finish()
+    assert judge.checked == 12
+    assert judge.found == []
 
 
 @pytest.mark.parametrize("reuse", [False, True])

@@ -38,6 +38,25 @@ def test_a_batch_that_changes_while_it_waits_is_found(judge: Judge) -> None:
     assert [(f.step, f.kind) for f in judge.found] == [(5, "overwritten")]
 
 
+def test_a_loader_that_fills_one_buffer_again_and_again_is_found(judge: Judge) -> None:
+    link, buffer, sent = HostLink(None, [], judge), torch.zeros(8), []
+    for number in range(3):
+        sent.append(link.send([buffer.fill_(number)], number))  # read ahead
+    for step in range(3):
+        link.hand_over(sent[step], step)
+    assert [(f.step, f.kind) for f in judge.found] == [(0, "overwritten"), (1, "overwritten")]
+    assert "it holds batch 2" in judge.found[0].said
+
+
+def test_a_batch_with_slices_and_repeated_elements_is_checked_like_any(judge: Judge) -> None:
+    tokens = torch.arange(30).view(3, 10)
+    link = HostLink(None, [], judge)
+    link.hand_over(link.send((tokens[:, :-1], tokens[:, 1:], torch.ones(1).expand(9)), 0), 0)
+    link.finish()
+    assert judge.checked == 2
+    assert judge.found == []
+
+
 def test_a_batch_that_changes_while_the_step_uses_it_is_found_when_the_next_is_asked_for(
     judge: Judge,
 ) -> None:
@@ -68,6 +87,14 @@ def test_what_the_loop_or_a_transform_changes_itself_is_no_finding(judge: Judge)
     got = other.hand_over(other.send(torch.ones(8), 0), 0)
     got.zero_()
     other.finish()
+    assert judge.found == []
+
+
+def test_what_a_loop_changes_in_inference_mode_is_no_finding(judge: Judge) -> None:
+    link = HostLink(None, [], judge)
+    with torch.inference_mode():
+        link.hand_over(link.send([torch.ones(2)], 0), 0)[0].add_(1)
+        link.finish()
     assert judge.found == []
 
 

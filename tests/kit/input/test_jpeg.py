@@ -74,8 +74,11 @@ def test_on_a_device_they_are_decoded_in_one_call_whose_memory_is_kept_apart(
     images = decode_jpegs([file_of(1, 2), file_of(3)], "cuda:0")
     assert len(images) == 2
     assert decoder.asked == [(2, "cpu:0")]
-    assert streams == ["copy"]  # not the stream that the images are for
-    assert device.log == [("compute", "waits for stream", "copy")]
+    assert streams == ["apart"]  # not the stream that the images are for
+    assert device.log == [
+        ("host", "waits for stream", "apart"),  # its memory is nobody's any more
+        ("compute", "waits for stream", "apart"),
+    ]
     assert device.recorded == [(i.data_ptr(), "compute") for i in images]
     decode_jpegs([file_of(1)], "cuda:0")
     assert len(jpeg._decoding) == 1

@@ -110,9 +110,23 @@ def test_what_cannot_be_moved_is_named_once() -> None:
     assert len(said) == 1
 
 
+class Made:
+    """What a transform may make: no `to`, tensors beside it and in a list of objects."""
+
+    def __init__(self) -> None:
+        self.image = torch.ones(6)
+        self.targets = [Part()]
+
+
+class Part:
+    def __init__(self) -> None:
+        self.boxes = torch.ones(7)
+
+
 def test_tensors_inside_objects_are_found() -> None:
     sizes = {t.numel() for t in leaves_of([torch.ones(1), Graph(), Slotted(), Sample(Graph())])}
     assert sizes == {1, 2, 3, 4, 5}
+    assert {t.numel() for t in leaves_of({"made": [Made()]})} == {6, 7}
     packed = pack_sequence([torch.ones(3), torch.ones(2)])
     assert {t.data_ptr() for t in leaves_of(packed)} >= {
         packed.data.data_ptr(),

@@ -17,9 +17,12 @@ def test_the_device_is_the_one_that_is_there(monkeypatch: pytest.MonkeyPatch) ->
         links.device_of("cuda:1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert links.device_of(None) == torch.device("cuda:1")
     assert links.device_of("cuda:0") == torch.device("cuda:0")
     assert links.device_of("cpu") == torch.device("cpu")
+    with pytest.raises(InputError, match="device=cuda:2: torch sees 2 CUDA devices"):
+        links.device_of("cuda:2")
 
 
 def test_other_devices_are_served_the_plain_way_and_that_is_said() -> None:

@@ -284,3 +284,11 @@ def test_a_pool_that_is_dropped_gives_everything_back() -> None:
         assert batch.sum() == 3
     del batch
     assert files() == before
+
+
+def test_a_pool_that_was_closed_is_named_before_a_worker_is_started() -> None:
+    pool = PinnedPool(4096, 4)
+    batches = Prefetcher(DataLoader(Numbers(), collate_fn=collate_into(pool)), "cpu")
+    pool.close()
+    with pytest.raises(InputError, match="collates into is closed: make another"):
+        iter(batches)

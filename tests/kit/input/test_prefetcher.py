@@ -16,7 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_convert,
+)
 
 from flopwise.errors import ConsistencyError, FlopwiseWarning, InputError
 from flopwise.kit.input import (
@@ -121,11 +127,22 @@ def test_a_mapping_that_cannot_be_changed_is_built_anew() -> None:
     assert [b["x"].device.type for b in batches] == ["meta"]
 
 
-class Fixed(list):  # type: ignore[type-arg]
-    """A list that cannot be built from its parts."""
+def test_samples_that_are_batches_already_are_not_stacked() -> None:
+    data = TensorDataset(torch.arange(6.0).view(3, 2), torch.arange(6.0, 12.0).view(3, 2))
+    pool = PinnedPool(4096, 8)
+    with pytest.raises(InputError, match="batch_size=None, so each sample is a batch"):
+        Prefetcher(DataLoader(data, batch_size=None, collate_fn=collate_into(pool)), "cpu")
+    loader = DataLoader(data, batch_size=None, collate_fn=collate_into(pool, default_convert))
+    got = [(x.tolist(), y.tolist()) for x, y in Prefetcher(loader, "cpu")]
+    assert got == [(x.tolist(), y.tolist()) for x, y in data]
+    assert pool.counts.placed == 3
 
-    def __init__(self) -> None:
-        super().__init__([torch.ones(1)])
+
+class Fixed(tuple):  # type: ignore[type-arg]
+    """A tuple that cannot be built from its parts."""
+
+    def __new__(cls) -> Any:
+        return super().__new__(cls, [torch.ones(1)])
 
 
 def test_a_type_that_cannot_be_built_again_is_a_clear_error_at_its_step() -> None:

@@ -21,6 +21,7 @@ from flopwise.kit.input import (
     decode_jpegs,
 )
 from flopwise.kit.input.checksum import device_checksum, host_checksum
+from flopwise.kit.input.cuda_surface import CudaSurface
 from flopwise.kit.input.registration import Registration
 from flopwise.kit.nested import tensors_in
 
@@ -141,6 +142,29 @@ def test_a_broken_fence_is_caught_and_a_whole_one_is_quiet(reuse: bool) -> None:
     found = run(broken=True)
     assert found
     assert {f.kind for f in found} <= {"overwritten", "duplicated", "out of order"}
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_slices_and_repeated_elements_are_checked_like_any(reuse: bool, pinned: bool) -> None:
+    def loader() -> Any:
+        for k in range(12):
+            tokens = torch.arange(8 * 65).view(8, 65) + k
+            tokens = tokens.pin_memory() if pinned else tokens
+            yield tokens[:, :-1], tokens[:, 1:], torch.tensor([k]).expand(9)
+
+    batches = Prefetcher(loader(), CUDA, 2, reuse=reuse, consistency=True)
+    for k, (x, y, z) in enumerate(batches):
+        assert torch.equal(x[:, 1:], y[:, :-1])
+        assert int(x[0, 0]) == int(z[8]) == k
+    assert batches.findings == []
+
+
+def test_a_stream_that_is_apart_is_none_of_those_handed_out_again_and_again() -> None:
+    apart = CudaSurface(torch.device("cuda:0")).stream_apart()
+    ordinary = {torch.cuda.Stream().cuda_stream for _ in range(64)}
+    assert len(ordinary) <= 32
+    assert apart.cuda_stream not in ordinary
 
 
 def test_batches_that_are_dropped_while_they_are_read_are_not_overwritten() -> None:

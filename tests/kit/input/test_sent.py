@@ -13,3 +13,10 @@ def test_writes_through_torch_are_noticed() -> None:
     view = y[:1]
     view.add_(1)
     assert not sent.unchanged()
+
+
+def test_of_tensors_made_in_inference_mode_nobody_knows() -> None:
+    sent = Sent(0, None)
+    with torch.inference_mode():
+        sent.keep([torch.ones(2)], None)
+    assert not sent.unchanged()

@@ -181,7 +181,7 @@ def test_nothing_comes_of_a_loader_without_batches() -> None:
 
 def test_when_the_time_is_up_the_best_so_far_is_taken(machine: Any) -> None:
     made = machine(load_s=0.1, compute_s=0.010)
-    tuning = tune(budget_s=-1.0)
+    tuning = tune(budget_s=0.0)
     assert len(made.tried) == 1
     assert tuning.choice == LoaderChoice(0, None, False, 3)
 

@@ -169,3 +169,19 @@ def test_copies_and_steps_may_be_queued_by_two_threads() -> None:
         read.release()
     thread.join()
     assert watch.checked == 400
+
+
+def test_a_long_loop_that_asks_at_its_end_only_finds_what_a_loop_finds_that_asks_at_every_step() -> (
+    None
+):
+    buffers = ring_of()
+    watch = Watch(buffers)
+    run(buffers, watch, 0, steps=700)
+    assert len(watch._noted) <= 2 * 257  # what is outstanding is bounded
+    assert watch.check(wait=True) == []
+    assert watch.checked == 1400
+    run(buffers, late := Watch(buffers), 3, steps=700)
+    found = late.check(wait=True)
+    assert [f.step for f in found if f.kind == "overwritten"] == [
+        s for s in range(697) for _ in "rd"
+    ]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flopwise.kit.memory.allocator_settings import (
     reasons_against,
     settings_now,
 )
+from flopwise.kit.memory.arguments import ArgumentError
 from flopwise.kit.memory.settings_comparison import DEFAULT, Run, SettingsError
 
 
@@ -162,6 +164,27 @@ class TestProcesses:
             "--epochs 1 max_split_size_mb:512",
         ]
 
+    def test_as_it_is_is_what_both_names_say(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        file = tmp_path / "train.py"
+        names = allocator_settings.NAMES
+        file.write_text(
+            f"import os\nopen({str(tmp_path / 'seen')!r}, 'a').write("
+            f"' '.join(os.environ[n] for n in {names!r}) + '\\n')\n"
+        )
+        for name, value in zip(
+            names, ("max_split_size_mb:512", "max_split_size_mb:256"), strict=True
+        ):
+            monkeypatch.setenv(name, value)
+        spec = allocator_settings._spec([str(file)], 1, 1)
+        for setting in (settings_now(), "max_split_size_mb:128"):
+            assert isinstance(allocator_settings._run(spec, setting, 60), Run)
+        assert (tmp_path / "seen").read_text().splitlines() == [
+            "max_split_size_mb:512 max_split_size_mb:256",
+            "max_split_size_mb:128 max_split_size_mb:128",
+        ]
+
     def test_the_own_allocator_without_cuda_is_told(self, tmp_path: Path) -> None:
         file = tmp_path / "train.py"
         file.write_text(STEP)
@@ -189,3 +212,35 @@ class TestTargets:
     def test_a_text_without_a_function(self) -> None:
         with pytest.raises(SettingsError, match="is wanted"):
             compare_settings("train.py")
+
+    @pytest.mark.parametrize("target", [lambda: None, functools.partial(print)])
+    def test_what_has_no_name(self, target: Any) -> None:
+        with pytest.raises(SettingsError, match=r"has no name of its own|made inside something"):
+            compare_settings(target)
+
+    @pytest.mark.parametrize("target", ["nowhere.py:build", ["nowhere.py", "--fast"], []])
+    def test_what_is_not_there(self, target: Any) -> None:
+        with pytest.raises(SettingsError, match=r"there is no file|a script and its arguments"):
+            compare_settings(target)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"steps": 0}, "steps=0; a whole number from 1 on"),
+        ({"warmup": -1}, "warmup=-1; a whole number from 0 on"),
+        ({"rounds": 3.5}, "rounds=3.5; a whole number"),
+        ({"timeout_s": float("nan")}, "timeout_s=nan; a number from 0 on"),
+        ({"settings": {DEFAULT: "a:1"}}, '"as it is" names what the settings are compared with'),
+        ({"settings": {"a": None}}, "names and values are meant"),
+        ({"settings": "a:1"}, "names and values are meant"),
+    ],
+)
+def test_numbers_and_settings_without_sense(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ArgumentError, match=told):
+        compare_settings("m:f", **wrong)
+
+
+def test_a_pool_of_less_than_nothing() -> None:
+    with pytest.raises(ArgumentError, match="pool_bytes=-1"):
+        own_settings(-1)

@@ -98,3 +98,11 @@ def test_equal_findings_are_one_with_their_calls() -> None:
             model(x)
 
     assert [f.calls for f in audit_alignment(model, step).findings] == [3]
+
+
+def test_where_no_product_was_seen_none_is_called_aligned() -> None:
+    layer = nn.Linear(4, 4)
+    assert str(audit_alignment(layer, lambda: None)).startswith("no product was seen: what is")
+    assert (
+        str(audit_alignment(layer, lambda: layer(torch.ones(4, 4)))) == "every operand is aligned"
+    )

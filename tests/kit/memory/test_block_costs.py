@@ -130,3 +130,23 @@ class TestCosts:
             block_costs(model, lambda: None, ["0", "1"])
         with pytest.raises(ValueError, match="there are no repeated blocks: name some"):
             block_costs(nn.Linear(2, 2), lambda: None, [])
+
+
+def test_blocks_that_are_held_in_two_places_are_found_once() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+            self.again = nn.ModuleList([*self.first])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in (*self.first, *self.again):
+                x = block(x).relu()
+            return x
+
+    model = Twice()
+    assert list(repeated_blocks(model)) == ["first.0", "first.1"]
+    x = torch.randn(2, 4)
+    names = list(repeated_blocks(model))
+    costs = block_costs(model, lambda: model(x).sum().backward(), names)
+    assert [cost.calls for cost in costs] == [2, 2]

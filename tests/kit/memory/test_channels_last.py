@@ -208,3 +208,59 @@ class TestLeftAlone:
         made.undo()
         made.undo()
         assert all(w.is_contiguous() for w in model.parameters())
+
+    def test_weights_that_others_know(self) -> None:
+        flat = torch.zeros(500)
+        model = nn.Conv2d(3, 4, 3)
+        model.weight.data = flat[:108].view(4, 3, 3, 3)
+        known = choose_channels_last(model, lambda: None).declined
+        assert known is not None
+        assert known.startswith("its weights or gradients share their memory with others")
+        twins = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3))
+        twins[1].weight.data = twins[0].weight.data
+        assert choose_channels_last(twins, lambda: None).declined == known
+        assert choose_channels_last(cnn().share_memory(), lambda: None).declined == known
+
+    @pytest.mark.parametrize("at", [1, 4, 9])
+    @pytest.mark.parametrize("error", [RuntimeError, LookupError, KeyboardInterrupt])
+    def test_after_an_error_it_is_what_it_was(
+        self, x: torch.Tensor, error: type[BaseException], at: int
+    ) -> None:
+        model, calls = cnn(), [0]
+        model(x).mean().backward()
+        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.step()
+        tensors = [
+            *model.parameters(),
+            *(p.grad for p in model.parameters()),
+            *(v for s in optimizer.state.values() for v in s.values()),
+        ]
+        before = [(t.data_ptr(), t.stride(), t.detach().clone()) for t in tensors]
+
+        def step() -> None:
+            calls[0] += 1
+            model(x).square().mean().backward()
+            if calls[0] >= at:
+                raise error("no more")
+
+        with pytest.raises(error, match="no more"):
+            choose_channels_last(model, step, optimizers=[optimizer])
+        after = [
+            *model.parameters(),
+            *(p.grad for p in model.parameters()),
+            *(v for s in optimizer.state.values() for v in s.values()),
+        ]
+        for (pointer, stride, values), tensor in zip(before, after, strict=True):
+            assert tensor.data_ptr() == pointer
+            assert tensor.stride() == stride
+            assert torch.equal(tensor, values)
+        assert not model._forward_hooks
+        assert not model._forward_pre_hooks
+
+    def test_declined_it_lies_where_it_lay(self, x: torch.Tensor, told: list[Ratio]) -> None:
+        told[0] = UNSURE
+        model = cnn()
+        pointers = [p.data_ptr() for p in model.parameters()]
+        made = choose_channels_last(model, lambda: model(x).mean().backward())
+        assert not made.adopted
+        assert [p.data_ptr() for p in model.parameters()] == pointers

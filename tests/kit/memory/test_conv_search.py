@@ -67,8 +67,9 @@ class TestChoice:
         before = {k: v.clone() for k, v in net.state_dict().items()}
         choice = choose_cudnn_benchmark(net, steps(net, [9]), steps=5)
         assert torch.backends.cudnn.benchmark
+        assert choice.on
         assert choice.reason == (
-            "1 distinct shapes of one layer in 5 steps; there is no cuDNN on a cpu"
+            "1 distinct shapes of one layer in 5 steps; there is no cuDNN on a cpu: left as it is"
         )
         assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
         assert all(p.grad is None for p in net.parameters())
@@ -77,6 +78,20 @@ class TestChoice:
         net = nn.Linear(3, 3)
         assert "no convolution" in str(
             choose_cudnn_benchmark(net, lambda: net(torch.randn(1, 3)).sum().backward(), steps=2)
+        )
+
+    def test_where_no_layer_convolves_the_flag_is_left_on_a_device_too(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(conv_search, "synchronize", lambda device: None)
+        monkeypatch.setattr(conv_search, "device_of", lambda module: torch.device("cuda"))
+        monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+        torch.backends.cudnn.benchmark = True
+        net = nn.Linear(3, 3)
+        choice = choose_cudnn_benchmark(net, lambda: net(torch.randn(1, 3)).sum().backward())
+        assert torch.backends.cudnn.benchmark
+        assert str(choice) == (
+            "cudnn.benchmark on: the step runs no convolution layer: left as it is"
         )
 
     @pytest.mark.parametrize(("high", "on"), [(0.8, True), (1.1, False)])

@@ -69,6 +69,26 @@ class TestCost:
         assert (cost.calls_per_step, cost.step, cost.driver_calls) == (2, ratio, None)
         assert len(cost.places) == 2
 
+    def test_the_device_is_asked_for_once_the_step_has_run(
+        self, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        ran: list[int] = []
+        devices: list[torch.device] = []
+
+        def compare(old: Any, new: Any, device: torch.device, **kwargs: Any) -> Ratio:
+            devices.append(device)
+            return Ratio(0.002, 0.001, 0.5, 0.4, 0.6, 7)
+
+        def step() -> None:
+            ran.append(1)
+            torch.cuda.empty_cache()
+
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(ran))
+        monkeypatch.setattr(emptied_cache, "compare", compare)
+        monkeypatch.setattr(emptied_cache, "_driver_calls", lambda step, device: None)
+        empty_cache_cost(step)
+        assert devices == [torch.device("cuda")]
+
     def test_driver_calls_a_step_are_read_from_the_allocator(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flopwise.kit.memory.history import HistoryWatch, KeptHistory, graph_size
 
@@ -106,3 +107,20 @@ def test_it_is_told_in_words() -> None:
         "steps. Detach what is added to it (`self.losses += loss.detach()`) and read it at the end: `.item()` "
         "in each step would wait for the device"
     )
+
+
+def test_a_checkpoint_is_not_computed_again_by_looking(layer: nn.Linear) -> None:
+    runs: list[int] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        return layer(x).tanh()  # type: ignore[no-any-return]
+
+    watch, running = HistoryWatch(), torch.zeros(())
+    for _ in range(20):
+        x = torch.randn(ROWS, WIDTH)
+        running = running + checkpoint(block, x, use_reentrant=False).mean()
+        watch.step()
+    assert len(runs) == 20
+    assert [f.name for f in watch.found] == ["running"]
+    assert watch.found[0].bytes_per_step == 0  # what the checkpoint itself keeps is not seen

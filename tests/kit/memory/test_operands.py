@@ -86,3 +86,11 @@ class TestConvolution:
 
 def test_a_tensor_without_memory() -> None:
     assert defects(torch.empty(8, 7, device="meta"), "matmul")[0].cure == "columns 7 -> 8"
+
+
+@pytest.mark.parametrize(
+    ("size", "to"), [(3, 4), (33, 36), (65, 72), (509, 512), (1001, 1024), (50257, 50272)]
+)
+def test_the_cure_adds_an_eighth_at_most_where_it_can(size: int, to: int) -> None:
+    found = [d.cure for d in defects(torch.zeros(2, size), "matmul") if d.grade == "slow"]
+    assert found == [f"columns {size} -> {to}"]

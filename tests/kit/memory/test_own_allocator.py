@@ -26,21 +26,27 @@ class Driver:
     """Gives out memory of the host up to a limit, aligned as cudaMalloc aligns."""
 
     def __init__(self, limit: int = 1 << 30) -> None:
-        self.limit, self.held = limit, 0
+        self.limit, self.held, self.last_error = limit, 0, 0
         self.blocks: dict[int, tuple[Any, int]] = {}
         take = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t)
         give = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
         self.take, self.give = take(self._take), give(self._give)
+        self.forget = ctypes.CFUNCTYPE(ctypes.c_int)(self._forget)
 
     def _take(self, to: Any, size: int) -> int:
         if self.held + size > self.limit:
-            return 2  # cudaErrorMemoryAllocation
+            self.last_error = 2  # cudaErrorMemoryAllocation
+            return 2
         buffer = ctypes.create_string_buffer(size + 256)
         at = (ctypes.addressof(buffer) + 255) // 256 * 256
         self.blocks[at] = (buffer, size)
         self.held += size
         to[0] = at
         return 0
+
+    def _forget(self) -> int:
+        seen, self.last_error = self.last_error, 0
+        return seen
 
     def _give(self, at: int) -> int:
         self.held -= self.blocks.pop(at)[1]
@@ -61,11 +67,12 @@ def make(library: Path, tmp_path: Path) -> Iterator[Any]:
         alive.append(driver)
         twin = tmp_path / f"own{len(alive)}.so"
         shutil.copy(library, twin)
-        malloc_at, free_at = (
-            ctypes.cast(f, ctypes.c_void_p).value for f in (driver.take, driver.give)
-        )
+        at = [
+            ctypes.cast(f, ctypes.c_void_p).value or 0
+            for f in (driver.take, driver.give, driver.forget)
+        ]
         kwargs.setdefault("least_arena_bytes", ARENA)
-        return OwnAllocator(twin, malloc_at or 0, free_at or 0, **kwargs)
+        return OwnAllocator(twin, *at, **kwargs)
 
     return made
 
@@ -95,6 +102,24 @@ class TestPieces:
             own.free(a, 256 * KIB)
         assert own.alloc(ARENA) == at[0]
         assert own.state().driver_allocations == 1
+
+    def test_what_was_never_used_is_joined_too_and_the_whole_arena_serves_again(
+        self, make: Any
+    ) -> None:
+        own = make(Driver())
+        own.free(own.alloc(KIB, stream=1), KIB, stream=1)
+        assert own.state().inactive_split_bytes == 0
+        assert own.alloc(ARENA, stream=1) is not None
+        assert own.state().driver_allocations == 1
+
+    def test_split_is_what_is_free_beside_what_is_in_use(self, make: Any) -> None:
+        own = make(Driver())
+        at = own.alloc(256 * KIB)
+        assert own.state().inactive_split_bytes == ARENA - 256 * KIB
+        own.free(at, 256 * KIB)
+        state = own.state()
+        assert (state.inactive_split_bytes, state.reserved_bytes) == (0, ARENA)
+        assert state.fragmentation_frac == 0
 
     def test_the_smallest_piece_that_is_large_enough_is_taken(self, make: Any) -> None:
         own = make(Driver())
@@ -167,6 +192,7 @@ class TestOutOfMemory:
         state = own.state()
         assert (state.retries, state.driver_frees, state.out_of_memory) == (1, 1, 0)
         assert driver.held == 2 * ARENA == state.reserved_bytes
+        assert driver.last_error == 0  # else torch would take it for its next kernel's
 
     def test_a_smaller_arena_is_taken_where_a_whole_one_does_not_fit(self, make: Any) -> None:
         own = make(Driver(limit=ARENA // 2))
@@ -174,8 +200,10 @@ class TestOutOfMemory:
         assert own.state().reserved_bytes == KIB
 
     def test_none_where_there_is_no_memory(self, make: Any) -> None:
-        own = make(Driver(limit=0))
+        driver = Driver(limit=0)
+        own = make(driver)
         assert own.alloc(KIB) is None
+        assert driver.last_error == 0
         assert own.state().out_of_memory == 1
 
 
@@ -186,6 +214,7 @@ class Runtime:
         set_device = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
         self.cudaSetDevice = set_device(lambda device: code)
         self.cudaMalloc, self.cudaFree = driver.take, driver.give
+        self.cudaGetLastError = driver.forget
 
 
 class TestInstall:

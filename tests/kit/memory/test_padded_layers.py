@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from flopwise.kit.memory.padded_layers import PADDED, switch_off, switch_on
+from flopwise.kit.memory.padded_layers import PADDED, dimensions, switch_off, switch_on
 
 LAYERS = [
     (nn.Linear(13, 21), (24, 16), (2, 5, 13)),
@@ -160,3 +160,68 @@ def test_compiled_it_gives_the_same() -> None:
     y.sum().backward()
     assert layer.weight.grad is not None
     assert layer.weight.grad.shape == (21, 13)
+
+
+@pytest.mark.parametrize("kind", PADDED)
+def test_a_weight_of_another_size_computes_as_it_is(kind: type[nn.Module]) -> None:
+    sizes = [3] if kind is not nn.Linear else []
+    layer, other = kind(13, 21, *sizes), kind(13, 25, *sizes)
+    switch_on(layer, 24, 16, True)
+    layer.weight, layer.bias = other.weight, other.bias
+    dims = 0 if kind is nn.Linear else int(kind.__name__[-2])
+    x = torch.randn(2, 13, *[7] * dims)
+    assert torch.equal(layer(x), other(x))
+
+
+def test_a_head_that_says_fewer_rows_than_its_tied_weight_has_gives_all_of_them() -> None:
+    head, embedding = nn.Linear(32, 501, bias=False), nn.Embedding(509, 32)
+    head.weight = embedding.weight
+    x = torch.randn(4, 32)
+    plain = head(x)
+    assert dimensions(head) == (509, 32)
+    switch_on(head, 512, 32, True)
+    assert head(x).shape == plain.shape
+    torch.testing.assert_close(head(x), plain)
+
+
+def test_a_computed_weight_is_computed_once_a_call() -> None:
+    layer, calls = nn.Linear(13, 21), []
+
+    class Seen(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            calls.append(1)
+            return weight * 2
+
+    switch_on(layer, 24, 16, True)
+    nn.utils.parametrize.register_parametrization(layer, "weight", Seen())
+    calls.clear()
+    layer(torch.randn(2, 13))
+    assert calls == [1]
+
+
+def test_autocast_leaves_complex_numbers_as_they_are() -> None:
+    layer = nn.Linear(13, 21, dtype=torch.complex64)
+    x = torch.randn(4, 13, dtype=torch.complex64)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = layer(x)
+        switch_on(layer, 24, 16, True)
+        torch.testing.assert_close(layer(x), plain)
+
+
+def test_on_no_device_shapes_are_right() -> None:
+    layer = nn.Linear(13, 21, device="meta")
+    switch_on(layer, 24, 16, True)
+    assert layer(torch.empty(4, 13, device="meta")).shape == (4, 21)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv3d, nn.ConvTranspose3d])
+def test_channels_that_lie_innermost_lie_so_in_three_dimensions_too(kind: type[nn.Module]) -> None:
+    layer, x = kind(3, 5, 3), torch.randn(2, 3, 5, 6, 7)
+    layer, x = (
+        layer.to(memory_format=torch.channels_last_3d),
+        x.contiguous(memory_format=torch.channels_last_3d),
+    )
+    plain = layer(x)
+    switch_on(layer, 8, 8, True)
+    assert layer(x).stride() == plain.stride()
+    torch.testing.assert_close(layer(x), plain, rtol=1e-4, atol=1e-5)

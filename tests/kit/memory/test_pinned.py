@@ -22,7 +22,7 @@ def test_where_little_is_lost_nothing_is_advised() -> None:
 
 
 def test_a_negative_size() -> None:
-    with pytest.raises(ValueError, match="none is negative"):
+    with pytest.raises(ValueError, match="a whole number from 0 on is meant"):
         pinned_plan([-1])
 
 
@@ -33,3 +33,7 @@ def test_pieces_hold_what_is_asked_for_and_little_more(sizes: list[int]) -> None
         assert asked <= given_ < max(1, 2 * asked)
         assert all(p & (p - 1) == 0 for p in pieces)
         assert asked <= sum(pieces) <= asked + asked // 64
+
+
+def test_nothing() -> None:
+    assert str(pinned_plan([])) == "no pinned memory is asked for"

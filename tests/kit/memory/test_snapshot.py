@@ -105,3 +105,15 @@ class TestFiles:
 def test_there_is_none_where_cuda_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     assert fragmentation_now() is None
+
+
+def test_an_allocator_that_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("snapshot with backend:cudaMallocAsync is not meaningful\nmore")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", refuse)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    with pytest.raises(SnapshotError, match=r'"cudaMallocAsync" tells nothing .* meaningful\)'):
+        fragmentation_now()

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
-from flopwise.kit.precision.casting import Wrapped, in_float32
+from flopwise.kit.precision.casting import Wrapped, WrappedForward, in_float32
 
 
 def doubled(call: Any) -> Any:
     return lambda *args: call(*args) * 2
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    return -x
 
 
 def test_it_is_called_and_taken_back() -> None:
@@ -56,6 +62,54 @@ def test_state_type_hooks_and_copies_are_as_ever() -> None:
     assert type(module) is nn.Linear
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert torch.equal(twin(x), plain)
+
+
+class TestForward:
+    def test_it_is_called_and_taken_back(self) -> None:
+        module, x = nn.Linear(2, 2), torch.ones(1, 2)
+        plain = module(x)
+        wrapped = WrappedForward(module, doubled)
+        assert wrapped.active
+        assert torch.equal(module(x), plain * 2)
+        assert torch.equal(wrapped.plain(x), plain)
+        assert wrapped.take_back()
+        assert not wrapped.take_back()
+        assert "forward" not in vars(module)
+
+    @pytest.mark.parametrize("own", [False, True])
+    def test_copies_have_the_forward_that_was_found(self, own: bool) -> None:
+        module, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2)
+        if own:
+            vars(module[0])["forward"] = negated
+        plain = module(x)
+        WrappedForward(module[0], doubled)
+        for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert torch.equal(twin(x), plain)
+            if not own:
+                twin[0].weight.data.zero_()
+                assert torch.equal(twin(x)[0], twin[0].bias)  # it computes with its own weights
+        assert torch.equal(module(x), plain * 2)
+
+    def test_its_signature_is_the_modules(self) -> None:
+        module = nn.MultiheadAttention(2, 1)
+        signature = inspect.signature(module.forward)
+        WrappedForward(module, doubled)
+        assert inspect.signature(module.forward) == signature
+        assert module.forward.__name__ == "forward"
+
+    def test_it_is_exported(self) -> None:
+        module, x = nn.Linear(2, 2), torch.ones(1, 2)
+        WrappedForward(module, doubled)
+        exported = torch.export.export(module, (x,))
+        assert torch.equal(exported.module()(x), module(x))
+
+    def test_a_forward_that_was_found_comes_back(self) -> None:
+        module = nn.Linear(2, 2)
+        vars(module)["forward"] = negated
+        wrapped = WrappedForward(module, doubled)
+        assert module(torch.ones(1)).item() == -2
+        assert wrapped.take_back()
+        assert vars(module)["forward"] is negated
 
 
 def test_only_halves_become_float32() -> None:

@@ -34,6 +34,19 @@ def test_unscaling_multiplies_and_gives_the_size_before() -> None:
     assert [a.item() for a in amaxes] == [3.0]
 
 
+def test_without_a_look_magnitudes_say_only_whether_all_is_finite() -> None:
+    for value, found_inf, amax in (
+        (3.0, 0.0, 0.0),
+        (math.inf, 1.0, math.inf),
+        (math.nan, 1.0, math.inf),
+    ):
+        grads = [torch.tensor([1.0, value]), torch.tensor([2.0], dtype=torch.float64)]
+        found, amaxes = check_and_unscale(grads, torch.zeros(()), torch.tensor(0.25), look=False)
+        assert {k: v.item() for k, v in found.items()} == {CPU: found_inf}
+        assert [a.item() for a in amaxes] == [amax]
+        assert grads[0][0].item() == 0.25
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_anything_not_finite_is_found_alike(bad: float, at: int) -> None:

@@ -75,6 +75,18 @@ def test_a_declared_policy_is_no_finding() -> None:
     assert mixed.kept == {}
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_code_that_is_compiled_afterwards_is_looked_at_eagerly_first(inside: bool) -> None:
+    torch._dynamo.reset()
+    root = model()
+    mixed = MixedPrecision(root)
+    compiled = torch.compile((lambda x: root(x)) if inside else root, backend="eager")
+    with pytest.warns(PrecisionWarning, match=r"1\.0 \(Using\) stays in float32"):
+        compiled(torch.ones(1, 4)).sum().backward()
+    assert list(mixed.kept) == ["1.0"]
+    compiled(torch.ones(1, 4)).sum().backward()
+
+
 def test_the_module_is_kept_from_the_first_call_on() -> None:
     root = model()
     mixed = MixedPrecision(root)

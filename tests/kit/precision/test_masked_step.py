@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from flopwise.kit.precision import masked_step as masked_step_module
 from flopwise.kit.precision.masked_step import copied, has_state, masked_step, unmaskable
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -35,6 +36,33 @@ def values(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     ]
     weights = [p for g in optimizer.param_groups for p in g["params"]]
     return [t.detach().clone() for t in (*weights, *state)]
+
+
+@pytest.mark.parametrize("small", [0, 3, 2**20])
+@pytest.mark.parametrize("skip", [False, True])
+def test_copies_of_any_size_stride_and_dtype_come_back_alone_or_together(
+    small: int, skip: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(masked_step_module, "SMALL", small)
+    torch.manual_seed(0)
+    weights = [
+        nn.Parameter(torch.randn(3)),
+        nn.Parameter(torch.randn(())),
+        nn.Parameter(torch.randn(2, 3, 2, 2).to(memory_format=torch.channels_last)),
+        nn.Parameter(torch.randn(2, 2, dtype=torch.float64)),
+        nn.Parameter(torch.randn(0)),
+        nn.Parameter(torch.tensor([float("nan"), float("inf"), -0.0])),
+    ]
+    optimizer = torch.optim.SGD(weights, 1.0)
+    for w in weights:
+        w.grad = torch.full_like(w, float("nan") if skip else 1.0)
+    before = [w.detach().clone() for w in weights]
+    masked_step(optimizer, copied(optimizer), torch.tensor(float(skip)))
+    for w, old in zip(weights, before, strict=True):
+        expected = old if skip else old - 1
+        assert torch.equal(w.detach().nan_to_num(7.0), expected.nan_to_num(7.0))
+        assert torch.equal(torch.signbit(w.detach()), torch.signbit(expected))
+        assert w.stride() == old.stride()
 
 
 @pytest.mark.parametrize("name", MAKERS)

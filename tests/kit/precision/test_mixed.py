@@ -178,13 +178,133 @@ def test_wrapped_models_are_wrapped_around(wrap: str, one_rank: None) -> None:
     assert not torch.equal(model(X), expected)
 
 
-def test_compiling_afterwards_is_seen() -> None:
+class Block(nn.Module):
+    """A module of the script's own: torch.compile calls those and torch's own in different ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(x)))
+
+
+def compiled_in_place(model: nn.Module, keep: list[str]) -> Any:
+    model.compile(backend="eager")
+    MixedPrecision(model, keep_float32=keep)
+    return model
+
+
+def compiled_in_place_afterwards(model: nn.Module, keep: list[str]) -> Any:
+    MixedPrecision(model, keep_float32=keep)
+    model.compile(backend="eager")
+    return model
+
+
+def around_compiled(model: nn.Module, keep: list[str]) -> Any:
+    compiled = torch.compile(model, backend="eager")
+    MixedPrecision(compiled, keep_float32=keep)
+    return compiled
+
+
+def compiled_afterwards(model: nn.Module, keep: list[str]) -> Any:
+    MixedPrecision(model, keep_float32=keep)
+    return torch.compile(model, backend="eager")
+
+
+def in_a_compiled_function(model: nn.Module, keep: list[str]) -> Any:
+    MixedPrecision(model, keep_float32=keep)
+    return torch.compile(lambda x: model(x), backend="eager")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        compiled_in_place,
+        compiled_in_place_afterwards,
+        around_compiled,
+        compiled_afterwards,
+        in_a_compiled_function,
+    ],
+)
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", ["torch's", "own"])
+def test_compiled_code_computes_what_eager_code_does(
+    kind: str, keep: bool, how: Callable[..., Any]
+) -> None:
+    def made() -> tuple[nn.Module, list[str]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        return (model, ["0"]) if kind == "torch's" else (Block(), ["a"])
+
+    torch._dynamo.reset()
+    x = torch.randn(4, 8)
+    model, names = made()
+    float32 = model(x)
+    MixedPrecision(model, keep_float32=names if keep else [])
+    twin, _ = made()
+    compiled = how(twin, names if keep else [])
+    assert not torch.equal(model(x), float32)
+    for _ in range(2):
+        out = compiled(x)
+        assert torch.equal(out, model(x))
+    out.sum().backward()
+    assert {p.grad.dtype for p in twin.parameters()} == {torch.float32}  # type: ignore[union-attr]
+
+
+def test_compiled_afterwards_it_is_active_and_taken_back() -> None:
+    torch._dynamo.reset()
+    model, x = Block(), torch.randn(4, 8)
+    expected = model(x)
+    made = MixedPrecision(model)
+    model.compile(backend="eager")
+    assert made.active
+    assert not torch.equal(model(x), expected)
+    assert effective_dtypes(lambda: model(x).sum().backward(), asked=made).took_effect
+    made.undo()
+    assert not made.active
+    assert torch.equal(model(x), expected)
+
+
+def test_a_forward_that_was_replaced_afterwards_is_left_and_said() -> None:
     model = net()
     made = MixedPrecision(model)
     model.compile(backend="eager")
+    mine = vars(model)["forward"] = type(model).forward.__get__(model)
     assert not made.active
-    with pytest.warns(PrecisionWarning, match="Compile first"):
+    with pytest.warns(PrecisionWarning, match="was replaced after MixedPrecision"):
         made.undo()
+    assert vars(model)["forward"] is mine
+
+
+@pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile])
+def test_submodules_of_a_wrapped_model_are_known_by_their_name_in_it(
+    wrap: Callable[[nn.Module], nn.Module],
+) -> None:
+    model = wrap(net())
+    for keep in ("3", next(n for n, _ in model.named_modules() if n.endswith(".3"))):
+        made = MixedPrecision(model, keep_float32=keep)
+        assert [name.rpartition(".")[2] for name in made.kept] == ["3"]
+        assert next(iter(made.kept)) in dict(model.named_modules())
+        made.undo()
+    with pytest.raises(PrecisionError, match="no submodule 'head'"):
+        MixedPrecision(model, keep_float32="head")
+
+
+def test_around_one_module_there_is_one() -> None:
+    model = net()
+    made = MixedPrecision(model)
+    with pytest.raises(PrecisionError, match="already, in bfloat16"):
+        MixedPrecision(model, "float16")
+    inner = MixedPrecision(model[3])
+    inner.undo()
+    made.undo()
+    assert MixedPrecision(model, "float16").active
+
+
+def test_tf32_is_of_a_whole_module() -> None:
+    with pytest.raises(PrecisionError, match="TF32 is switched for all of a module"):
+        MixedPrecision(net(), "tf32", keep_float32=["3"])
 
 
 def test_float16_trains_with_the_scaler() -> None:

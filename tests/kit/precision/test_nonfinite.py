@@ -227,3 +227,23 @@ def test_mixed_precision_and_compiled_modules_are_looked_into() -> None:
     assert found is not None
     assert (found.dtype, found.value) == ("float16", "inf")
     assert "only it, the rest can stay" in found.cure
+
+
+def test_a_models_named_arguments_are_passed_on() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.layer(x)
+            return {"loss": (logits - labels).abs().sqrt().sum(), "logits": logits}
+
+    model, x = WithLoss(), torch.ones(1, 2)
+    assert find_nonfinite(model, x, labels=x) is None
+    found = find_nonfinite(model, x, labels=model.layer(x).detach())
+    assert found is not None
+    assert (found.phase, found.op) == ("backward", "backward of sqrt")
+    came_in = find_nonfinite(model, x, labels=x / 0)
+    assert came_in is not None
+    assert (came_in.phase, came_in.value) == ("input", "inf")

@@ -74,9 +74,14 @@ def step_of(
 
 class TestScaler:
     @pytest.mark.filterwarnings("ignore::flopwise.errors.PrecisionWarning")
+    @pytest.mark.parametrize(
+        "init_scale", [2.0**16, 50_000.0]
+    )  # unscaled by a product, by a division
     @pytest.mark.parametrize("clip", [False, True])
     @pytest.mark.parametrize("name", MAKERS)
-    def test_it_equals_gradscaler_to_the_bit(self, name: str, clip: bool) -> None:
+    def test_it_equals_gradscaler_to_the_bit(
+        self, name: str, clip: bool, init_scale: float
+    ) -> None:
         def trained(scaler: GradScaler) -> list[torch.Tensor]:
             model = net()
             optimizer = MAKERS[name](model)
@@ -94,9 +99,9 @@ class TestScaler:
             return [*(p.detach() for p in model.parameters()), *state, torch.tensor(scales)]
 
         ours = DynamicScaler(
-            schedule="growth", init_scale=2.0**16, growth_interval=7, alarm_skips=100
+            schedule="growth", init_scale=init_scale, growth_interval=7, alarm_skips=100
         )
-        theirs = GradScaler("cuda", 2.0**16, growth_interval=7)
+        theirs = GradScaler("cuda", init_scale, growth_interval=7)
         assert all(torch.equal(a, b) for a, b in zip(trained(ours), trained(theirs), strict=True))
 
     @pytest.mark.filterwarnings("ignore::flopwise.errors.PrecisionWarning")
@@ -173,6 +178,7 @@ class TestScaler:
         for found, amaxes in (
             check(grads(), CUDA),
             check_and_unscale(grads(), torch.zeros((), device=CUDA), one),
+            check_and_unscale(grads(), torch.zeros((), device=CUDA), one, look=False),
         ):
             assert [f.item() for f in found.values()] == [1.0]
             assert not math.isfinite(amaxes[0].item())
@@ -184,9 +190,45 @@ class TestScaler:
         for position in at:
             grad = torch.ones(100_000, device=CUDA)
             grad[position] = bad
-            found, amaxes = check([grad, torch.ones(7, device=CUDA)], CUDA)
-            assert [f.item() for f in found.values()] == [1.0], position
-            assert not math.isfinite(amaxes[0].item())
+            grads = [grad, torch.ones(7, device=CUDA)]
+            one, zero = torch.ones((), device=CUDA), torch.zeros((), device=CUDA)
+            for found, amaxes in (
+                check(grads, CUDA),
+                check_and_unscale(grads, zero.clone(), one),
+                check_and_unscale(grads, zero.clone(), one, look=False),
+            ):
+                assert [f.item() for f in found.values()] == [1.0], position
+                assert not math.isfinite(amaxes[0].item()), position
+
+    def test_finite_gradients_are_found_finite_without_a_look(self) -> None:
+        grads = [torch.full((70_000,), 3.0, device=CUDA), torch.ones(7, device=CUDA)]
+        found_inf = torch.zeros((), device=CUDA)
+        found, amaxes = check_and_unscale(
+            grads, found_inf, torch.full((), 0.25, device=CUDA), look=False
+        )
+        assert [f.item() for f in found.values()] == [0.0]
+        assert [a.item() for a in amaxes] == [0.0]
+        assert {g.unique().item() for g in grads} == {0.75, 0.25}
+
+    def test_of_a_long_window_every_tenth_update_makes_the_scale(self) -> None:
+        weight = nn.Parameter(torch.zeros(3, device=CUDA))
+        optimizer = torch.optim.SGD([weight], 1.0, fused=True)
+        scaler = DynamicScaler(alarm_skips=100)
+        sizes = [2.0**-4] * 100
+        sizes[42], sizes[49], sizes[70] = 1.0, 2.0**-2, math.inf  # updates 43, 50 and 71
+        moved = []
+        for size in sizes:
+            weight.data.zero_()
+            weight.grad = None
+            scaler.scale((weight * size).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            moved.append(weight.detach().clone())
+        scaler.drain()
+        assert [m[0].item() for m in moved] == [0.0 if s == math.inf else -s for s in sizes]
+        # gradients allow 2**13; 1024 has overflowed
+        assert [(r.amax, r.scale) for r in scaler.reviews] == [(2.0**-2, 512.0)]
+        assert scaler.skipped == 1
 
     def test_a_captured_step_follows_gradscalers_schedule(self) -> None:
         weight = nn.Parameter(torch.ones(8, device=CUDA))

@@ -108,6 +108,31 @@ class TestOnGradScalersSchedule:
         )
         assert equal(train(growing(), MAKERS[name], micro=3, clip=True), theirs)
 
+    @pytest.mark.parametrize("name", ["sgd", "adamw fused", "two optimizers"])
+    @pytest.mark.parametrize(
+        "options", [{"init_scale": 1000.0}, {"growth_factor": 1.7}, {"backoff_factor": 0.3}]
+    )
+    def test_it_equals_where_the_scale_is_no_power_of_two(
+        self, name: str, options: dict[str, float]
+    ) -> None:
+        options = {"init_scale": 2.0**16, "growth_interval": 3, **options}
+        theirs = train(GradScaler("cpu", **options), MAKERS[name])  # type: ignore[arg-type]
+        assert equal(train(growing(**options), MAKERS[name]), theirs)
+
+    def test_it_equals_after_a_scale_of_the_users(self) -> None:
+        def trained(scaler: GradScaler) -> list[torch.Tensor]:
+            first = train(scaler, MAKERS["adamw fused"], 3)
+            scaler.scale(torch.zeros(()))
+            scaler.update(1000.0)
+            return [*first, *train(scaler, MAKERS["adamw fused"], 5)]
+
+        theirs = trained(GradScaler("cpu", 2.0**16, growth_interval=3))
+        assert equal(trained(growing()), theirs)
+        loaded = growing()
+        loaded.load_state_dict({**growing().state_dict(), "scale": 1000.0})
+        other = GradScaler("cpu", 1000.0, growth_interval=3)
+        assert equal(train(loaded, MAKERS["adamw fused"]), train(other, MAKERS["adamw fused"]))
+
     @pytest.mark.parametrize("name", ["sgd", "momentum", "two optimizers"])
     def test_masked_steps_equal_waiting_ones(self, name: str) -> None:
         theirs = train(GradScaler("cpu", 2.0**16, growth_interval=3), MAKERS[name])
@@ -426,3 +451,43 @@ class TestKnowledge:
             "Own waits for the device at every step, as with GradScaler: Own is not one of torch's: what its step "
             "changes besides tensors is not known."
         ]
+
+
+@pytest.mark.parametrize("way", ["step", "unscale_", "clip_grad_norm_"])
+@pytest.mark.parametrize("fused", [False, True])
+class TestLongWindows:
+    """Of 100 updates every tenth is looked at; each is checked."""
+
+    @staticmethod
+    def updates(fused: bool, way: str, sizes: list[float]) -> tuple[DynamicScaler, list[float]]:
+        weight = nn.Parameter(torch.zeros(3))
+        optimizer = torch.optim.SGD([weight], 1.0, fused=fused)
+        scaler, seen = DynamicScaler("cpu", alarm_skips=1000), []
+        for size in sizes:
+            weight.data.zero_()
+            weight.grad = None
+            scaler.scale((weight * size).sum()).backward()
+            if way == "unscale_":
+                scaler.unscale_(optimizer)
+            elif way == "clip_grad_norm_":
+                scaler.clip_grad_norm_([weight], 1e9)
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(weight[0].item())
+        return scaler, seen
+
+    def test_what_was_looked_at_makes_the_scale(self, fused: bool, way: str) -> None:
+        sizes = [2.0**-4] * 100
+        sizes[42], sizes[49] = 1.0, 2.0**-2  # updates 43 and 50
+        scaler, seen = self.updates(fused, way, sizes)
+        assert seen == [-size for size in sizes]
+        assert [(r.update, r.amax, r.scale) for r in scaler.reviews] == [(100, 2.0**-2, 2.0**13)]
+
+    def test_every_overflow_is_skipped_and_backs_off(self, fused: bool, way: str) -> None:
+        sizes = [2.0**-4] * 100
+        sizes[42] = sizes[49] = float("inf")
+        scaler, seen = self.updates(fused, way, sizes)
+        assert [i for i, moved in enumerate(seen) if moved == 0] == [42, 49]
+        assert scaler.skipped == 2
+        # gradients allow 2**15; what overflowed second was 512
+        assert [r.scale for r in scaler.reviews] == [256.0]

@@ -76,3 +76,16 @@ def test_it_is_due_every_so_many_updates() -> None:
 def test_arguments_out_of_range_are_refused(bad: tuple[int, float, float, float]) -> None:
     with pytest.raises(PrecisionError):
         MagnitudeSchedule(*bad)
+
+
+@pytest.mark.parametrize(
+    ("review_steps", "looked"),
+    [(1, 10), (10, 10), (19, 19), (20, 10), (25, 12), (100, 10), (1000, 10)],
+)
+def test_at_least_ten_updates_of_a_long_window_are_looked_at(
+    review_steps: int, looked: int
+) -> None:
+    schedule = MagnitudeSchedule(review_steps, 16.0, 2.0**-24, 2.0**24)
+    window = max(review_steps, 10)
+    assert sum(schedule.looks(update) for update in range(1, window + 1)) == looked
+    assert schedule.looks(100 * review_steps)

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from flopwise.kit.input.layout import dense_stride
+
 _MODULUS = 1 << 64
 #: Weighs one tensor against the next, so that exchanging two of them shows. Source: any odd number does; this is prime.
 _WEIGHT = 1_000_003
@@ -51,11 +53,20 @@ def _weighed(words: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns a dense tensor's memory as 64-bit words, and what is left as bytes; None for what is empty."""
+    """Returns a tensor's elements as 64-bit words, and what is left as bytes; None for what is empty.
+
+    Of a tensor with holes or repeated elements (a slice, an expanded one) those of its dense copy, as it is on the
+    device.
+    """
     count = tensor.numel()
     if count == 0:
         return None, None
-    flat = tensor.detach().as_strided((count,), (1,), tensor.storage_offset()).view(torch.uint8)
+    dense = tensor.detach()
+    if dense.is_conj() or dense.is_neg():
+        dense = dense.resolve_conj().resolve_neg()
+    if tuple(dense.stride()) != dense_stride(dense):
+        dense = dense.clone()
+    flat = dense.as_strided((count,), (1,), dense.storage_offset()).view(torch.uint8)
     if flat.data_ptr() % 8 or flat.storage_offset() % 8:
         flat = flat.clone()
     whole = flat.numel() // 8 * 8

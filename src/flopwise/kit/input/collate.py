@@ -9,6 +9,8 @@ import torch
 from torch.utils.data import default_collate
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
+from flopwise.errors import InputError
+from flopwise.kit.input.arguments import called, real
 from flopwise.kit.input.checksum import host_checksum
 from flopwise.kit.input.layout import Layout, Placed, block_bytes, is_plain
 from flopwise.kit.input.packed import NO_SLOT, NOT_REBUILT, TOO_LARGE, Unplaced
@@ -34,8 +36,14 @@ def collate_into(
     Without a `collate_fn` of your own, samples are stacked straight into the slot, as `default_collate` stacks them.
     With one, its tensors are copied into the slot, in place of the copy that torch makes to hand them over. Iterate the
     loader through a `Prefetcher`, or call `pool.unpack` on what it hands out.
+
+    Raises:
+        InputError: an argument makes no sense.
     """
-    return CollateInto(pool, collate_fn, wait_s)
+    if not isinstance(pool, PinnedPool):
+        raise InputError(f"collate_into({pool!r}): a PinnedPool is meant")
+    called("collate_fn", collate_fn)
+    return CollateInto(pool, collate_fn, real("wait_s", wait_s, 0))
 
 
 class CollateInto:
@@ -160,4 +168,4 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def slot_bytes_for(batch: Any, spare_frac: float = 0.0) -> int:
     """Returns the room that a slot needs for a batch like this one, bytes, and a share more where sizes vary."""
-    return max(1, int(block_bytes(batch) * (1 + spare_frac)))
+    return max(1, int(block_bytes(batch) * (1 + real("spare_frac", spare_frac, 0))))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from flopwise.errors import InputError
+from flopwise.kit.input.arguments import is_count, real
 from flopwise.kit.input.normalize import Normalize
 
 #: Tries at a crop that fits before the middle is taken. Source: torchvision RandomResizedCrop.get_params.
@@ -55,6 +56,9 @@ class RandomResizedCropBatch:
         flip_p: probability of mirroring.
         normalize: applied after resizing; None leaves values in 0..255 as float32.
         seed: of the generator that draws the crops; it is this object's own, so no other random stream moves.
+
+    Raises:
+        InputError: an argument makes no sense.
     """
 
     def __init__(
@@ -66,11 +70,16 @@ class RandomResizedCropBatch:
         normalize: Normalize | None = None,
         seed: int = 0,
     ) -> None:
-        self.size = (size, size) if isinstance(size, int) else size
-        if min(self.size) < 1 or not 0 < scale[0] <= scale[1] or not 0 < ratio[0] <= ratio[1]:
-            raise InputError(
-                f"size={size}, scale={scale}, ratio={ratio}: positive ranges are meant"
-            )
+        both = (size, size) if isinstance(size, int) else size
+        if not _is_pair(both) or not all(is_count(n) and n for n in both):
+            raise InputError(f"size={size!r}: (height, width) or one number of pixels is meant")
+        self.size = both
+        for pair in (scale, ratio):
+            if not _is_pair(pair) or not 0 < pair[0] <= pair[1]:
+                raise InputError(f"scale={scale}, ratio={ratio}: positive ranges are meant")
+        real("flip_p", flip_p, 0, 1)
+        if normalize is not None and not isinstance(normalize, Normalize):
+            raise InputError(f"normalize={normalize!r}: a Normalize or None is meant")
         self.scale, self.ratio, self.flip_p = scale, ratio, flip_p
         self.normalize = normalize
         self.generator = torch.Generator("cpu").manual_seed(seed)
@@ -165,6 +174,15 @@ def resize_weights(
     weights = (1 - ((at + 0.5 - centre) / scale.clamp(min=1)).abs()).clamp(min=0)
     weights = weights * ((at >= 0) & (at < length))
     return (weights / weights.sum(-1, keepdim=True)).float()
+
+
+def _is_pair(value: Any) -> bool:
+    """Returns whether a value is two numbers."""
+    return (
+        isinstance(value, Sequence)
+        and len(value) == 2
+        and all(isinstance(n, (int, float)) for n in value)
+    )
 
 
 def _padded(images: Sequence[torch.Tensor]) -> torch.Tensor:

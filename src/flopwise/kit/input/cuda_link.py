@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -58,6 +60,8 @@ class CudaLink:
         self._used: Sent | None = None  # what the loop was handed last
         self._used_on: Any = None
         self._consumers: list[Any] = []  # every stream that batches were handed to
+        # Where the link is dropped and not closed: no page is unlocked that is still being read.
+        weakref.finalize(self, _let_finish, self._copy).atexit = False
 
     # ------------------------------------------------------------------ where batches are read
 
@@ -66,7 +70,7 @@ class CudaLink:
         self._retire()
         batch = self._pool.unpack(item) if self._pool is not None else item
         sent = Sent(number, wrapped(batch), number % len(self._stages))
-        if any(t.device == self._cuda.device for t in tensors_in(batch)):
+        if any(t.device == self._cuda.device for t in leaves_of(batch)):
             self._copy.wait_stream(self._cuda.current_stream())  # the loader made them on it
         with self._cuda.on(self._copy):
             stage, host = self._move(sent, item if isinstance(item, Packed) else None)
@@ -205,8 +209,9 @@ class CudaLink:
             with self._cuda.on(on):
                 self._check.after(used, on)
         if self._ring is None:
-            self._in_use.append(self._cuda.event())
-            self._in_use[-1].record(on)
+            over = self._cuda.event()
+            over.record(on)
+            self._in_use.append(over)  # the reading thread waits for what is in there
         self._used = None
 
     def finish(self) -> None:
@@ -249,3 +254,8 @@ class CudaLink:
         for stage in self._stages:
             stage.release()
         self._used = None
+
+
+def _let_finish(stream: Any) -> None:
+    with suppress(RuntimeError):  # of work that failed, or a driver that shuts down
+        stream.synchronize()

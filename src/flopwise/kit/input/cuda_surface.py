@@ -22,6 +22,10 @@ class CudaSurface:
         """Returns a stream for copies. Its priority is the default: copies use the copy engines, not the SMs."""
         return torch.cuda.Stream(self.device)
 
+    def stream_apart(self) -> Any:
+        """Returns a stream of a pool of its own: torch maps a priority that the device lacks to the nearest it has."""
+        return torch.cuda.Stream(self.device, priority=-3)
+
     def current_stream(self) -> Any:
         """Returns the stream on which this thread launches on the device."""
         return torch.cuda.current_stream(self.device)

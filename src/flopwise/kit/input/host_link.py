@@ -40,10 +40,12 @@ class HostLink:
             self._pool.free(item.slot)  # the fault that the consistency mode must see
         for change in self._changes:
             sent.batch = change(sent.batch)
+        if sent.stamp is not None and not sent.unchanged():
+            sent.stamp = None  # a transform changed the batch itself
         return sent
 
     def _stamp(self, sent: Sent, item: Any) -> None:
-        raw = [t for t in tensors_in(sent.batch) if t.layout is torch.strided]
+        raw = [t for t in tensors_in(sent.batch) if _is_summed(t)]
         checksum, header = None, None
         if isinstance(item, Packed):
             sent.buffer, checksum, header = item.slot, item.checksum, item.header()
@@ -59,10 +61,11 @@ class HostLink:
 
     def hand_over(self, sent: Sent, step: int) -> Any:
         """Returns the batch for this step; what was handed over before is done with."""
-        if self._judge is not None and sent.stamp is not None:
+        if self._judge is not None:
             self.finish()
             sent.step = step
-            if sent.unchanged():
+            if sent.stamp is not None:
+                # Also where torch counted a write: a loader that fills one buffer again and again wrote it.
                 self._judge.arrived(step, sent.buffer, sent.stamp, *_found(sent, sent.stamp))
             self._used = sent
             self._judge.raise_new()
@@ -101,6 +104,11 @@ class HostLink:
     def close(self) -> None:
         """Forgets the last batch."""
         self._used = None
+
+
+def _is_summed(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor's elements are its bytes."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _found(sent: Sent, wanted: Stamp) -> tuple[Stamp, int]:

@@ -49,13 +49,16 @@ def _on_device(io: Any, files: Sequence[torch.Tensor], cuda: CudaSurface) -> lis
 
     torchvision's decoder writes on a stream of its own and does not wait for what is queued on the current one, while
     its images are given memory that belongs to the current one: memory that was freed and is still being read there
-    would be written too early. So images get their memory from a stream on which nothing else ever runs, and it is
-    used again only after the current stream is past its last use of them.
-    Source: pytorch/vision, csrc/io/image/cuda/decode_jpegs_cuda.cpp, `decode_images`.
+    would be written too early. So images get their memory from a stream on which nothing else runs, and it is
+    used again only after the current stream is past its last use of them. torch hands its 32 streams of a priority out
+    again and again: this one is of a priority that hardly anybody asks for, and what somebody may have queued on it is
+    waited for. The decoder waits for its own work before it returns, so otherwise there is nothing to wait for.
+    Source: pytorch/vision, csrc/io/image/cuda/decode_jpegs_cuda.cpp, `decode_images`; c10/cuda/CUDAStream.h.
     """
     if cuda.device not in _decoding:
-        _decoding[cuda.device] = cuda.new_stream()
+        _decoding[cuda.device] = cuda.stream_apart()
     apart, current = _decoding[cuda.device], cuda.current_stream()
+    apart.synchronize()
     with cuda.on(apart):
         images = list(io.decode_jpeg(list(files), mode=io.ImageReadMode.RGB, device=cuda.device))
     current.wait_stream(apart)

@@ -107,13 +107,17 @@ def _takes_non_blocking(value: Any) -> bool:
 
 
 def leaves_of(tree: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a batch that have memory: also attributes of objects, and the parts of sparse ones."""
+    """Yields the tensors of a batch that have memory: also attributes of objects, and the parts of sparse ones.
+
+    Objects are those that moved themselves, and any that a transform made.
+    """
     for tensor in tensors_in(tree):
         yield from _parts(tensor)
-    for value in tensors_in(tree, MovesItself):
-        for inner in _attributes(value):
-            for tensor in tensors_in(inner):
-                yield from _parts(tensor)
+    for kind in (MovesItself, Stays):
+        for value in tensors_in(tree, kind):
+            for inner in _attributes(value):
+                for tensor in tensors_in(inner):
+                    yield from _parts(tensor)
 
 
 #: What a sparse tensor is made of. Source: torch.sparse, "Sparse CSR, CSC, BSR, and BSC Tensors".
@@ -152,8 +156,8 @@ def _attributes(value: Any, depth: int = 4) -> Iterator[Any]:
         )
         if depth and is_object and not callable(inner):
             yield from _attributes(inner, depth - 1)
-        elif depth and isinstance(inner, Mapping):
-            for part in inner.values():
+        elif depth and isinstance(inner, (Mapping, list, tuple)):
+            for part in inner.values() if isinstance(inner, Mapping) else inner:
                 if hasattr(part, "__dict__") and not isinstance(part, (torch.Tensor, type)):
                     yield from _attributes(part, depth - 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,9 +40,9 @@ class Normalize:
         *,
         channels_last: bool = False,
     ) -> None:
-        if len(mean) != len(std) or not mean or 0 in std or not dtype.is_floating_point:
+        if not _fits(mean, std) or not getattr(dtype, "is_floating_point", False):
             raise InputError(
-                f"normalize={tuple(mean)}, {tuple(std)}, {dtype}: one mean and one std (not 0) a channel "
+                f"normalize={mean!r}, {std!r}, {dtype}: one mean and one std (not 0) a channel "
                 "and a floating dtype are meant"
             )
         self.mean, self.std = tuple(mean), tuple(std)
@@ -76,6 +77,15 @@ class Normalize:
                 torch.tensor(self.std, device=device).view(shape),
             )
         return self._constants[device]
+
+
+def _fits(mean: Any, std: Any) -> bool:
+    """Returns whether there is one finite mean and one finite std, not 0, for each channel."""
+    try:
+        means, stds = [float(m) for m in mean], [float(s) for s in std]
+    except (TypeError, ValueError):
+        return False
+    return 0 < len(means) == len(stds) and 0 not in stds and all(map(math.isfinite, means + stds))
 
 
 def as_normalize(setting: Any, channels_last: bool) -> Normalize | None:

@@ -14,6 +14,7 @@ import torch
 
 from flopwise.errors import InputError
 from flopwise.hardware.limits import available_memory_bytes
+from flopwise.kit.input.arguments import whole
 from flopwise.kit.input.findings import UNSENT, Stamp
 from flopwise.kit.input.layout import Placed, aligned
 from flopwise.kit.input.notices import say_once
@@ -59,6 +60,8 @@ class PinnedPool:
     """
 
     def __init__(self, slot_bytes: int, slots: int = 16, *, checksums: bool = False) -> None:
+        said = f"1 to {MOST_SLOTS} slots of at least one byte are meant"
+        slot_bytes, slots = whole("slot_bytes", slot_bytes, 1, said), whole("slots", slots, 1, said)
         _check(slot_bytes, slots)
         self.slots = slots
         self.slot_bytes = slot_bytes
@@ -175,7 +178,12 @@ class PinnedPool:
         """Returns how many slots were freed whose worker is gone and whose batch never came.
 
         Call it when no batch of such a worker can come any more, as when a new epoch begins.
+
+        Raises:
+            InputError: the pool is closed.
         """
+        if POOLS.get(self._name) is not self:
+            raise InputError("the pool that the loader collates into is closed: make another")
         freed = 0
         with self._lock:
             for slot in range(self.slots):
@@ -214,7 +222,7 @@ class PinnedPool:
 
 def _check(slot_bytes: int, slots: int) -> None:
     """Refuses a pool before any of its memory is taken."""
-    if slot_bytes < 1 or not 1 <= slots <= MOST_SLOTS:
+    if slots > MOST_SLOTS:
         raise InputError(
             f"a pool of {slots} slots of {slot_bytes} bytes: 1 to {MOST_SLOTS} slots of at least one byte are meant"
         )

@@ -13,12 +13,13 @@ import torch
 
 from flopwise.errors import InputError
 from flopwise.kit.input import resume
+from flopwise.kit.input.arguments import called, whole
 from flopwise.kit.input.barrier import Barrier, wait_for_all
 from flopwise.kit.input.cuda_link import CudaLink
 from flopwise.kit.input.cuda_surface import CudaSurface
 from flopwise.kit.input.findings import Inconsistency, Judge
 from flopwise.kit.input.host_link import HostLink
-from flopwise.kit.input.links import changes_of, device_of, mover, pool_of
+from flopwise.kit.input.links import changes_of, device_of, mover, on_device, pool_of
 from flopwise.kit.input.normalize import as_normalize
 from flopwise.kit.input.pool import PinnedPool
 from flopwise.kit.input.reader import InThread, InTurn, Reader, Snapshot
@@ -71,8 +72,10 @@ class Prefetcher:
         measure_wait: bool = False,
         _break_fence: bool = False,
     ) -> None:
-        if depth < 1:
-            raise InputError(f"depth={depth}: at least one batch is read ahead")
+        depth = whole("depth", depth, 1, "at least one batch is read ahead")
+        called("transform", transform)
+        if pool is not None and not isinstance(pool, PinnedPool):
+            raise InputError(f"pool={pool!r}: a PinnedPool is meant")
         if consistency not in (False, True, "report"):
             raise InputError(f'consistency={consistency!r}: False, True or "report" is meant')
         if not hasattr(type(loader), "__iter__") and not hasattr(type(loader), "__getitem__"):
@@ -80,6 +83,8 @@ class Prefetcher:
         self.loader = loader
         self.depth = depth
         self.device = device_of(device)
+        if self.device.type == "cuda" and stream is not None:
+            on_device("stream", stream, self.device)
         self.pool = pool if pool is not None else pool_of(loader)
         self.judge = Judge(consistency is True) if consistency else None
         self.barriers: list[Barrier] = []
@@ -122,6 +127,8 @@ class Prefetcher:
 
     def _batches(self, reader: Reader) -> Iterator[Any]:
         try:
+            if self._start is not None and reader is self._reader:
+                self._start.asked(self.loader)
             while True:
                 if reader is not self._reader:
                     raise InputError("another iteration of the same Prefetcher was begun")
@@ -252,14 +259,14 @@ class Prefetcher:
 
 
 def _at_exit(prefetcher: Prefetcher) -> None:
-    """Ends an open iteration before the interpreter takes the thread's world away."""
+    """Ends an open iteration, and the copies, before the interpreter takes the thread's world away."""
     live = weakref.ref(prefetcher)
 
     def end() -> None:
         still = live()
         if still is not None:
             with suppress(Exception):
-                still._stop()
+                still.close()
 
     atexit.register(end)
     weakref.finalize(prefetcher, atexit.unregister, end).atexit = False

@@ -96,7 +96,7 @@ def _register(pointer: int, nbytes: int) -> str:
         runtime = torch.cuda.cudart()
         status = runtime.cudaHostRegister(pointer, nbytes, PORTABLE)
         code = int(status)
-    except (RuntimeError, AssertionError, AttributeError, TypeError) as error:
+    except (RuntimeError, AssertionError, AttributeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
     if code == 0:
         return ""

@@ -7,8 +7,10 @@ from itertools import islice
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from flopwise.errors import InputError
+from flopwise.kit.input.arguments import is_count
 
 _VERSION = 1
 
@@ -34,11 +36,65 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 class EpochStart:
-    """The random generators as an epoch began, from which torch draws the order and the workers' seeds."""
+    """The random generators as an epoch began, from which torch draws the order and the workers' seeds.
+
+    A loader without workers draws its order when it is asked for the first batch, and a script may have drawn between
+    (`it = iter(loader)`, the model, `next(it)`): `first` is how they were then, None where nothing was drawn.
+    A loader whose workers persist draws their seed once and in later epochs its order only: then `again` is true.
+    """
 
     def __init__(self, loader: Any) -> None:
-        self.main = torch.get_rng_state()
-        self.generators = [g.get_state() for g in generators_of(loader)]
+        self.main, *self.generators = _drawn(loader)
+        self.again = _has_workers_already(loader)
+        self.form = _form(loader)
+        self.first: list[torch.Tensor] | None = None
+        self._made: list[torch.Tensor] | None = None
+
+    def made(self, loader: Any) -> None:
+        """Notes that the loader's iterator is there."""
+        self._made = _drawn(loader)
+
+    def asked(self, loader: Any) -> None:
+        """Notes that the first batch is about to be asked for."""
+        made, self._made = self._made, None
+        if made is None or _has_workers(loader):
+            return
+        now = _drawn(loader)
+        if not all(torch.equal(a, b) for a, b in zip(made, now, strict=True)):
+            self.first = now
+
+
+def _drawn(loader: Any) -> list[torch.Tensor]:
+    """Returns how far the main generator and the loader's own are."""
+    return [torch.get_rng_state(), *(g.get_state() for g in generators_of(loader))]
+
+
+def _set(loader: Any, states: list[torch.Tensor]) -> None:
+    main, *others = states
+    torch.set_rng_state(main)
+    for generator, state in zip(generators_of(loader), others, strict=True):
+        generator.set_state(state)
+
+
+def _has_workers(loader: Any) -> bool:
+    return int(getattr(loader, "num_workers", 0)) > 0
+
+
+def _has_workers_already(loader: Any) -> bool:
+    persist = bool(getattr(loader, "persistent_workers", False)) and _has_workers(loader)
+    return persist and getattr(loader, "_iterator", None) is not None
+
+
+def _form(loader: Any) -> str | None:
+    """Returns what a DataLoader's order hangs on beside its generators; None for other loaders."""
+    if not isinstance(loader, DataLoader):
+        return None
+    if isinstance(loader.dataset, IterableDataset):  # each worker reads its part
+        return f"{loader.num_workers} workers on an iterable data set"
+    try:
+        return f"{len(loader)} batches an epoch"
+    except TypeError:  # a sampler without a length
+        return None
 
 
 class Begun:
@@ -56,9 +112,13 @@ def begin(loader: Any, state: dict[str, Any] | None) -> Begun:
     """
     start = EpochStart(loader) if own_state(loader) is None else None
     if state is None or not (state["batches"] or "loader" in state):
-        return Begun(iter(loader), 0, start)
+        batches = iter(loader)
+        if start is not None:
+            start.made(loader)
+        return Begun(batches, 0, start)
     if start is not None and "main_generator" in state:  # the epoch began as it did the first time
         start.main, start.generators = state["main_generator"], state["generators"]
+        start.first, start.again = state.get("first"), state.get("again", False)
     return Begun(resumed(loader, state), state["batches"], start)
 
 
@@ -70,6 +130,11 @@ def state_of(epoch: int, batches: int, start: EpochStart | None, inner: Any) -> 
     elif batches and start is not None:
         state["main_generator"] = start.main
         state["generators"] = start.generators
+        state["again"] = start.again
+        if start.form is not None:
+            state["form"] = start.form
+        if start.first is not None:
+            state["first"] = start.first
     return state
 
 
@@ -80,7 +145,8 @@ def checked(state: Any) -> dict[str, Any]:
         InputError: it is something else, or of a later version.
     """
     fits = isinstance(state, dict) and state.get("version") == _VERSION
-    if not fits or not isinstance(state.get("batches"), int) or state["batches"] < 0:
+    fits = fits and all(is_count(state.get(key)) for key in ("epoch", "batches"))
+    if not fits or ("main_generator" in state) != ("generators" in state):
         raise InputError(
             "this is not the state of a Prefetcher of this version; nothing was loaded"
         )
@@ -108,12 +174,15 @@ def resumed(loader: Any, state: dict[str, Any]) -> Iterator[Any]:
             f"the state is of a loader with {len(old)} generators, this one has {len(generators)}: "
             "its order would be another; nothing was skipped"
         )
+    form = _form(loader)
+    if form != state.get("form", form):
+        raise InputError(
+            f"the state is of a loader with {state['form']}, this one has {form}: "
+            "its order would be another; nothing was skipped"
+        )
     before = torch.get_rng_state()
-    torch.set_rng_state(state.get("main_generator", before))
-    for generator, was in zip(generators, old, strict=True):
-        generator.set_state(was)
     try:
-        iterator: Iterator[Any] = iter(loader)
+        iterator = _begun_as(loader, [state.get("main_generator", before), *old], state)
         skipped = sum(1 for _ in islice(iterator, skip))
     finally:
         torch.set_rng_state(before)
@@ -121,4 +190,31 @@ def resumed(loader: Any, state: dict[str, Any]) -> Iterator[Any]:
         raise InputError(
             f"the loader ended after {skipped} batches; {skip} were handed out when the state was made"
         )
+    return iterator
+
+
+def _begun_as(loader: Any, states: list[torch.Tensor], state: dict[str, Any]) -> Iterator[Any]:
+    """Returns the loader's iterator, begun so that its order is drawn from where it was drawn the first time."""
+    again, there = state.get("again", False), _has_workers_already(loader)
+    first = state.get("first")
+    if first is not None and _has_workers(loader):
+        raise InputError(
+            "the state is of a loader without workers that drew its order after other numbers were drawn: "
+            "with workers its order would be another; take it up with num_workers=0"
+        )
+    if again and not there:  # begin, so that the workers' seed is drawn, and then once more
+        iter(loader)
+        if not _has_workers_already(loader):
+            raise InputError(
+                "the state is of a later epoch of a loader with persistent workers: without "
+                "persistent_workers=True its order would be another; nothing was skipped"
+            )
+    _set(loader, states)
+    if there and not again:  # the seed that a first epoch draws for its workers
+        torch.empty((), dtype=torch.int64, device="cpu").random_(
+            generator=getattr(loader, "generator", None)
+        )
+    iterator: Iterator[Any] = iter(loader)
+    if first is not None:
+        _set(loader, first)
     return iterator

@@ -33,7 +33,7 @@ class Sent:
     stamp: Stamp | None = None  # with consistency: what was sent
     header: torch.Tensor | None = None  # number, time and checksum as they came along
     raw: list[torch.Tensor] = field(default_factory=list)  # its tensors as they were sent
-    versions: list[int] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
 
     def keep(self, raw: list[torch.Tensor], header: torch.Tensor | None) -> None:
         """Keeps what checks need."""
@@ -41,10 +41,13 @@ class Sent:
         self.versions = [_version(tensor) for tensor in raw]
 
     def unchanged(self) -> bool:
-        """Returns whether neither the loop nor a transform has written to the tensors through torch."""
-        return self.versions == [_version(tensor) for tensor in self.raw]
+        """Returns whether neither the loop nor a transform has written to the tensors through torch.
+
+        Of tensors made in inference mode nobody knows: they count as written to.
+        """
+        return None not in self.versions and self.versions == [_version(t) for t in self.raw]
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """Returns torch's count of writes; 0 for tensors made in inference mode, which have none."""
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: torch.Tensor) -> int | None:
+    """Returns torch's count of writes; None for tensors made in inference mode, which have none."""
+    return None if tensor.is_inference() else tensor._version

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from flopwise.errors import InputError
 from flopwise.hardware.limits import usable_cores
-from flopwise.kit.input.links import pool_of
+from flopwise.kit.input.arguments import called, real, whole
+from flopwise.kit.input.links import device_of, pool_of
 from flopwise.kit.input.loader_copy import (
     LoaderChoice,
     choice_of,
@@ -83,12 +84,22 @@ def tune_loader(
         say: called with each row as it comes.
 
     Raises:
-        InputError: the loader is an iterator, which trying out would use up.
+        InputError: the loader is an iterator, which trying out would use up, or an argument makes no sense.
     """
     if isinstance(loader, Iterator):
         raise InputError(
             f"a {type(loader).__name__} can be read only once: give what can be iterated again, as a DataLoader"
         )
+    depth = whole("depth", depth, 1, "at least one batch is read ahead")
+    steps = whole("steps", steps, 1, "how many steps each setting is tried on")
+    if max_workers is not None:
+        max_workers = whole("max_workers", max_workers, 0, "a number of workers is meant, or None")
+    real("enough_frac", enough_frac, 0, 1)
+    real("budget_s", budget_s, 0)
+    if not callable(step):
+        raise InputError(f"step={step!r}: a function of one batch is meant")
+    called("say", say)
+    device_of(device)
     tuning = Tuning(loader, device)
     search = _Search(tuning, step, steps, enough_frac, time.monotonic() + budget_s, say)
     with kept_random_state(loader):

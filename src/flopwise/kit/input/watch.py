@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flopwise.errors import ConsistencyError, InputError
+from flopwise.kit.input.arguments import is_count
 from flopwise.kit.input.checksum import device_checksum, host_checksum
 from flopwise.kit.input.findings import Inconsistency
 from flopwise.kit.nested import tensors_in
 
-#: Steps whose checksums are kept, to say whose data a buffer holds instead.
+#: Steps whose checksums are kept, to say whose data a buffer holds instead. What was noted of an older step is judged
+#: before its checksum goes, so the loop may ask for findings as seldom as it likes.
 _REMEMBERED = 256
 
 
@@ -50,10 +52,12 @@ class Watch:
         raising: `check()` raises what it finds, instead of only keeping it in `findings`.
 
     Raises:
-        InputError: there is no tensor in the buffers.
+        InputError: a buffer without a tensor, or no buffers.
     """
 
     def __init__(self, buffers: Sequence[Any], *, raising: bool = False) -> None:
+        if isinstance(buffers, torch.Tensor) or not isinstance(buffers, Iterable):
+            raise InputError("Watch: a list of buffers is meant, the ring in its order")
         self._tensors = [list(tensors_in(buffer)) for buffer in buffers]
         if not self._tensors or not all(self._tensors):
             raise InputError("Watch: every buffer holds at least one tensor")
@@ -67,12 +71,12 @@ class Watch:
 
     def wrote(self, index: int, step: int, source: Any = None) -> None:
         """Notes that the copy for a step was queued into a buffer; it is held against its host source, if given."""
-        made = _Sum(self._tensors[index])
+        made = _Sum(self._of(index))
         wanted = None if source is None else host_checksum(tensors_in(source))
         with self._lock:
             self._written[step] = (index, made)
             if len(self._written) > _REMEMBERED:
-                self._written.popitem(last=False)
+                self._forget(next(iter(self._written)))
             if wanted is not None:
                 self._noted.append(_Noted(index, step, _Known(wanted), _COPIED))
 
@@ -84,10 +88,25 @@ class Watch:
         """Notes that a step has queued its last use of a buffer."""
         self._note(index, step, _DONE)
 
+    def _of(self, index: int) -> list[torch.Tensor]:
+        last = len(self._tensors) - 1
+        if not is_count(index) or index > last:
+            raise InputError(f"Watch: there is no buffer {index!r}, they are 0 to {last}")
+        return self._tensors[index]
+
     def _note(self, index: int, step: int, when: str) -> None:
-        noted = _Noted(index, step, _Sum(self._tensors[index]), when)
+        noted = _Noted(index, step, _Sum(self._of(index)), when)
         with self._lock:
             self._noted.append(noted)
+
+    def _forget(self, step: int) -> None:
+        """Judges what was noted of the oldest step, which the device was through with long ago, and drops it."""
+        of_step = [noted for noted in self._noted if noted.step == step]
+        if of_step:
+            self._noted = [noted for noted in self._noted if noted.step != step]
+            for noted in of_step:
+                self._judge(noted)
+        del self._written[step]
 
     def check(self, wait: bool = False) -> list[Inconsistency]:
         """Returns what is wrong among the results that have come; `wait` waits for all.
@@ -95,27 +114,25 @@ class Watch:
         Raises:
             ConsistencyError: something new was found, and `raising` is on.
         """
-        with self._lock:
-            all_noted, self._noted = self._noted, []
-            written = dict(self._written)
-        later = []
-        for noted in all_noted:
-            of_step = written.get(noted.step)
-            ready = noted.made.ready() and (of_step is None or of_step[1].ready())
-            if ready or wait:
-                self._judge(noted, written)
-            else:
-                later.append(noted)
-        with self._lock:
-            self._noted = later + self._noted
-        new = self.findings[self._raised :]
-        self._raised = len(self.findings)
+        with self._lock:  # all the while: no step is forgotten meanwhile
+            later = []
+            for noted in self._noted:
+                of_step = self._written.get(noted.step)
+                ready = noted.made.ready() and (of_step is None or of_step[1].ready())
+                if ready or wait:
+                    self._judge(noted)
+                else:
+                    later.append(noted)
+            self._noted = later
+            new = self.findings[self._raised :]
+            self._raised = len(self.findings)
         if new and self._raising:
             raise ConsistencyError(f"{new[0]} ({len(new)} in all)")
         return self.findings
 
-    def _judge(self, noted: _Noted, written: dict[int, tuple[int, _Sum]]) -> None:
+    def _judge(self, noted: _Noted) -> None:
         self.checked += 1
+        written = self._written
         step, index = noted.step, noted.index
         if step not in written:
             said = "nothing was written for this step, or more than 256 steps ago"
@@ -129,7 +146,7 @@ class Watch:
             self.findings.append(_different(noted, written))
 
 
-def _different(noted: _Noted, written: dict[int, tuple[int, _Sum]]) -> Inconsistency:
+def _different(noted: _Noted, written: Mapping[int, tuple[int, _Sum]]) -> Inconsistency:
     """Returns what a buffer held instead of its step's batch."""
     step, index, when = noted.step, noted.index, noted.when
     if when is _COPIED:

@@ -7,6 +7,7 @@ from flopwise.kit.memory.allocator_settings import (
     environment,
     own_settings,
 )
+from flopwise.kit.memory.arguments import ArgumentError
 from flopwise.kit.memory.audit import Audit, Misaligned, audit_alignment
 from flopwise.kit.memory.channels_last import ChannelsLast, choose_channels_last
 from flopwise.kit.memory.checkpointing import Checkpointing, checkpoint_blocks
@@ -29,6 +30,7 @@ from flopwise.kit.memory.timeline import Moment, Timeline, memory_timeline
 __all__ = [
     "CANDIDATES",
     "AllocatorState",
+    "ArgumentError",
     "Audit",
     "ChannelsLast",
     "Checkpointing",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flopwise.kit.memory.allocator_counters import AllocatorState
+from flopwise.kit.memory.arguments import ArgumentError, need_number, need_whole
 from flopwise.kit.memory.interleaved import FEWEST_ROUNDS, ratio_of
 from flopwise.kit.memory.settings_comparison import (
     DEFAULT,
@@ -43,6 +44,7 @@ MOST_LOSS_FRAC = 0.01
 
 def own_settings(pool_bytes: int) -> dict[str, str]:
     """Returns two more settings: the 256-byte allocator of `own_allocator`, without a pool and with one by pointer."""
+    need_whole("own_settings", "pool_bytes", pool_bytes)
     return {"256-byte allocator": f"{_OWN}0", "pool by pointer": f"{_OWN}{pool_bytes}"}
 
 
@@ -114,7 +116,15 @@ def compare_settings(
 
     Raises:
         SettingsError: the training fails under every setting, or the function cannot be found again.
+        ArgumentError: a number of runs below one, or settings that are no texts.
     """
+    where = "compare_settings"
+    need_whole(where, "rounds", rounds)
+    need_whole(where, "steps", steps, least=1)
+    need_whole(where, "warmup", warmup)
+    need_number(where, "timeout_s", timeout_s)
+    if settings is not None:
+        _check_settings(settings)
     spec = _spec(target, steps, warmup)
     result = SettingsComparison()
     tried: dict[str, str | None] = {DEFAULT: settings_now()}
@@ -144,6 +154,20 @@ def compare_settings(
     return result
 
 
+def _check_settings(settings: Any) -> None:
+    """Raises an ArgumentError for what is no mapping of names to texts, or has the name of what is compared with."""
+    pairs = settings.items() if isinstance(settings, Mapping) else [(None, None)]
+    if not all(isinstance(text, str) for pair in pairs for text in pair):
+        raise ArgumentError(
+            f"compare_settings: settings={settings!r}; names and values are meant: "
+            '{"no splits": "max_split_size_mb:512"}'
+        )
+    if DEFAULT in settings:
+        raise ArgumentError(
+            f'compare_settings: "{DEFAULT}" names what the settings are compared with: take another name'
+        )
+
+
 def _judge(result: SettingsComparison) -> None:
     """Adds the ratios, and takes out what changes the loss."""
     base = result.runs.get(DEFAULT)
@@ -167,7 +191,11 @@ def _close(a: float, b: float) -> bool:
 def _spec(target: Any, steps: int, warmup: int) -> dict[str, Any]:
     """Returns what a fresh process is told to run."""
     if callable(target):
-        module, name = target.__module__, target.__qualname__
+        module, name = target.__module__, getattr(target, "__qualname__", "<object>")
+        if "<" in name and "<locals>" not in name:
+            raise SettingsError(
+                f"{target!r} has no name of its own: a fresh process cannot find it. Give a function that is made by `def`"
+            )
         if "<locals>" in name or "." in name:
             raise SettingsError(
                 f"{name} is made inside something else: a fresh process cannot find it"
@@ -178,7 +206,13 @@ def _spec(target: Any, steps: int, warmup: int) -> dict[str, Any]:
                 raise SettingsError(f"{name} is in no file: a fresh process cannot find it")
         target = f"{module}:{name}"
     if not isinstance(target, str):
-        return {"command": [str(word) for word in target]}
+        words = [str(word) for word in target]
+        if not words or not os.path.isfile(words[0]):
+            raise SettingsError(f"{words}: a script and its arguments are meant")
+        return {"command": words}
+    file = target.rpartition(":")[0]
+    if file.endswith(".py") and not os.path.isfile(file):
+        raise SettingsError(f'"{target}": there is no file {file}')
     if ":" not in target:
         raise SettingsError(f'"{target}": "module:function" or "file.py:function" is wanted')
     return {"function": target, "steps": steps, "warmup": warmup, "path": sys.path}
@@ -186,7 +220,8 @@ def _spec(target: Any, steps: int, warmup: int) -> dict[str, Any]:
 
 def _run(spec: dict[str, Any], setting: str | None, timeout_s: float) -> Run | str:
     """Returns what one fresh process measured, or what it failed with."""
-    env = environment(setting)
+    # What is there now stays as it is: the two names may say different things.
+    env = dict(os.environ) if setting == settings_now() else environment(setting)
     if setting is not None and setting.startswith(_OWN):
         spec = {**spec, "pool_bytes": int(setting.removeprefix(_OWN))}
     with tempfile.TemporaryDirectory() as folder:

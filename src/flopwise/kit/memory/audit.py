@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flopwise.flops.call import Call, Operand
 from flopwise.flops.dtypes import Precision, executed, real_operations
 from flopwise.flops.table import Rule, rule_of
+from flopwise.kit.memory.arguments import need_module, need_step
 from flopwise.kit.memory.modules import Modules, in_backward
 from flopwise.kit.memory.operands import EDGE, SLOW, Defect, defects
 from flopwise.kit.memory.undisturbed import undisturbed
@@ -52,6 +53,7 @@ class Audit:
 
     findings: list[Misaligned] = field(default_factory=list)
     flops: int = 0  # of all products and attention that were seen
+    products: int = 0  # calls that were seen
     uncounted: int = 0  # calls of which the FLOPs are not known
 
     def share(self, finding: Misaligned) -> float:
@@ -71,6 +73,8 @@ class Audit:
             lines.append(f"{len(edges)} operands fill their tiles only partly")
         if self.uncounted:
             lines.append(f"FLOPs of {self.uncounted} calls are not known: they are in no share")
+        if not lines and not self.products:
+            return "no product was seen: what is compiled, or runs in another process, is not looked at"
         return "\n".join(lines) or "every operand is aligned"
 
 
@@ -85,6 +89,8 @@ def audit_alignment(module: nn.Module, step: Callable[[], object]) -> Audit:
     Ignores: compiled regions (their ops are not seen; compilers pad by themselves) and what a library does to an operand
     before its kernel.
     """
+    need_module("audit_alignment", module)
+    need_step("audit_alignment", step)
     with undisturbed(module), _Audit(module) as mode:
         step()
     return mode.result
@@ -122,6 +128,7 @@ class _Audit(TorchDispatchMode):
 
     def _look(self, op: str, rule: Rule, named: dict[str, Any], out: Any) -> None:
         flops = _flops(op, rule, named, out)
+        self.result.products += 1
         self.result.uncounted += flops is None
         self.result.flops += flops or 0
         module = "backward" if in_backward() else self._modules.now

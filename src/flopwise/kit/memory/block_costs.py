@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopwise.kit.memory.arguments import ArgumentError
 from flopwise.kit.memory.interleaved import synchronize
 from flopwise.kit.memory.undisturbed import device_of, undisturbed
 from flopwise.kit.nested import tensors_in
@@ -47,6 +48,7 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
     Blocks are children with parameters of a ModuleList, Sequential or ModuleDict.
     """
     found: dict[str, nn.Module] = {}
+    seen: set[nn.Module] = set()  # one that is held in two places counts in the first
 
     def walk(parent: nn.Module, prefix: str) -> None:
         children = dict(parent.named_children())
@@ -54,6 +56,9 @@ def repeated_blocks(module: nn.Module) -> dict[str, nn.Module]:
         container = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
         for name, child in children.items():
             full = f"{prefix}{name}"
+            if child in seen:
+                continue
+            seen.add(child)
             if container and _is_block(child) and kinds[type(child)] >= 2:
                 found[full] = child
             else:
@@ -67,12 +72,12 @@ def call_order(module: nn.Module, step: Callable[[], object], names: Sequence[st
     """Runs the step and returns the names of the blocks that it calls, in the order of their first calls.
 
     Raises:
-        ValueError: a name is no module's, or no block was called.
+        ArgumentError: a name is no module's, or no block was called.
     """
     modules = dict(module.named_modules())
     unknown = [name for name in names if name not in modules]
     if unknown:
-        raise ValueError(f"no modules named {unknown}")
+        raise ArgumentError(f"no modules named {unknown}")
     order: dict[str, None] = {}
     with undisturbed(module), contextlib.ExitStack() as stack:
         for name in names:
@@ -82,7 +87,7 @@ def call_order(module: nn.Module, step: Callable[[], object], names: Sequence[st
             stack.callback(note.remove)
         step()
     if not order:
-        raise ValueError(
+        raise ArgumentError(
             f"the step called none of the blocks {names}"
             if names
             else "there are no repeated blocks: name some"
@@ -102,7 +107,7 @@ def block_costs(
         names: of modules, as from `repeated_blocks`.
 
     Raises:
-        ValueError: a name is no module's, or no block was called.
+        ArgumentError: a name is no module's, or no block was called.
     """
     modules = dict(module.named_modules())
     device = device_of(module)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from flopwise.kit.memory.arguments import need_module, need_optimizers, need_step, need_whole
 from flopwise.kit.memory.interleaved import Ratio, compare
 from flopwise.kit.memory.same_results import why_unlike
 from flopwise.kit.memory.undisturbed import device_of, undisturbed, without_gradients
@@ -32,6 +34,8 @@ class ChannelsLast:
     measured: Ratio | None = None  # time of the step with it over that without
     _strides: dict[nn.Parameter, tuple[int, ...]] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
+    #: In a trial: every tensor with the memory that it had, which others may know too.
+    _memory: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def adopted(self) -> bool:
@@ -59,8 +63,13 @@ class ChannelsLast:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for weight, stride in self._strides.items():
-            self._lay_out(weight, stride)
+        if self._memory is None:
+            for weight, stride in self._strides.items():
+                self._lay_out(weight, stride)
+        else:
+            for tensor, memory in self._memory:
+                tensor.data = memory.copy_(tensor.data)
+            self._memory.clear()
         self._strides.clear()
 
     def __str__(self) -> str:
@@ -77,6 +86,8 @@ class ChannelsLast:
                 tensors += optimizer.state[weight].values()
         for tensor in (weight, *tensors):
             if isinstance(tensor, torch.Tensor) and tensor.shape == weight.shape:
+                if self._memory is not None:
+                    self._memory.append((tensor, tensor.data))
                 tensor.data = _laid_out(tensor.data, stride)
 
 
@@ -96,19 +107,24 @@ def choose_channels_last(
         step: runs the model forward and backward; gradients, buffers and random numbers are put back after each run.
         optimizers: whose state is laid out like the weights.
     """
-    result = ChannelsLast(module, tuple(optimizers))
+    where = "choose_channels_last"
+    need_module(where, module)
+    need_step(where, step)
+    need_whole(where, "rounds", rounds)
+    result = ChannelsLast(module, tuple(need_optimizers(where, optimizers)))
     result.declined = _reason(module)
     failed = None
     if result.declined is None:
+        result._memory = []
         try:
             result.declined = _try(result, step, rounds)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             failed = str(error).partition("\n")[0]
-    result.undo()
-    if (
-        failed is not None
-    ):  # out of the except clause, which keeps the tensors of the frames that failed
-        gc.collect()
+        finally:
+            result.undo()
+            result._memory = None
+    if failed is not None:
+        gc.collect()  # out of the except clause, which keeps the tensors of the frames that failed
         with undisturbed(module):
             step()  # what fails without it too is the caller's to see
         result.declined = f"with it the step fails: {failed}"
@@ -151,6 +167,8 @@ def _reason(module: nn.Module) -> str | None:
     weights = [m.weight for m in module.modules() if isinstance(m, _CONVOLUTIONS)]
     if not all(type(weight) is nn.Parameter for weight in weights):
         return "its weights are not plain parameters (sharded, or computed)"
+    if _is_known_elsewhere(module, weights):
+        return "its weights or gradients share their memory with others, who would not see another layout"
     # Of one channel a group, or of one pixel, both layouts are the same: such weights say nothing.
     laid_out = any(not weight.is_contiguous() for weight in weights)
     return (
@@ -158,6 +176,20 @@ def _reason(module: nn.Module) -> str | None:
         if laid_out and not _weights(module)
         else None
     )
+
+
+def _is_known_elsewhere(module: nn.Module, weights: Sequence[torch.Tensor]) -> bool:
+    """Returns whether memory of weights is part of a larger buffer, of another parameter, or of other processes."""
+    owners = Counter(p.untyped_storage()._cdata for p in set(module.parameters()))
+    for weight in weights:
+        if owners[weight.untyped_storage()._cdata] > 1 or (
+            not weight.is_cuda and weight.is_shared()
+        ):
+            return True
+        for tensor in (weight, weight.grad):
+            if tensor is not None and tensor.untyped_storage().nbytes() > tensor.nbytes:
+                return True
+    return False
 
 
 def _weights(module: nn.Module) -> list[nn.Parameter]:

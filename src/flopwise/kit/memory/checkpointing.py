@@ -11,6 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopwise.kit.memory.arguments import (
+    ArgumentError,
+    need_module,
+    need_number,
+    need_step,
+    need_whole,
+)
 from flopwise.kit.memory.block_costs import (
     BlockCost,
     block_costs,
@@ -84,7 +91,7 @@ class Checkpointing:
 def checkpoint_blocks(
     module: nn.Module,
     step: Callable[[], object],
-    target_bytes: int,
+    target_bytes: float,
     *,
     blocks: Sequence[str] | None = None,
     rounds: int = FEWEST_ROUNDS,
@@ -102,15 +109,24 @@ def checkpoint_blocks(
         rounds: of step times with and without, in turns; 0: neither time nor the new peak are measured.
 
     Raises:
-        ValueError: there are no blocks, or the forward of one is replaced already.
+        ArgumentError: there are no blocks, one lies in another, or the forward of one is replaced already.
         torch.OutOfMemoryError: the step does not fit with all blocks checkpointed either; the model is as it was.
     """
-    names = list(repeated_blocks(module)) if blocks is None else list(blocks)
+    where = "checkpoint_blocks"
+    need_module(where, module)
+    need_step(where, step)
+    if type(module).__name__ == "OptimizedModule":
+        raise ArgumentError(
+            f"{where}: the module is compiled: choose on the module that it was made from, before it is compiled"
+        )
+    need_number(where, "target_bytes", target_bytes)
+    need_whole(where, "rounds", rounds)
+    names = list(repeated_blocks(module)) if blocks is None else _named(blocks)
     modules = dict(module.named_modules())
     already = [name for name in names if name in modules and "forward" in modules[name].__dict__]
     if already:
-        raise ValueError(
-            f"the forward of {already} is replaced already: name other blocks, or undo that first"
+        raise ArgumentError(
+            f"{where}: the forward of {already} is replaced already: name other blocks, or undo that first"
         )
     ran_out = False
     try:
@@ -124,12 +140,30 @@ def checkpoint_blocks(
         gc.collect()  # out of the except clause, which keeps the tensors of the frames that failed
         torch.cuda.empty_cache()
         costs, memory = _with_all_checkpointed(module, step, names)
+    target_bytes = int(target_bytes)
     choice = choose(costs, memory, target_bytes)
     result = Checkpointing(module, target_bytes, choice, costs, ran_out)
     result.apply()
     if choice.blocks and rounds:
         _measure(result, step, rounds)
     return result
+
+
+def _named(blocks: Sequence[str]) -> list[str]:
+    """Returns the names, each once.
+
+    Raises:
+        ArgumentError: they are no names, or one block lies in another, which would be counted twice.
+    """
+    if isinstance(blocks, str) or not all(isinstance(name, str) for name in blocks):
+        raise ArgumentError(
+            f"checkpoint_blocks: blocks={blocks!r}; a list of names of modules is meant"
+        )
+    names = list(dict.fromkeys(blocks))
+    for outer, inner in itertools.permutations(names, 2):
+        if not outer or inner.startswith(f"{outer}."):
+            raise ArgumentError(f'checkpoint_blocks: "{inner}" lies in "{outer}": name one of them')
+    return names
 
 
 def _with_all_checkpointed(

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from flopwise.kit.memory.arguments import need_module, need_step, need_whole
 from flopwise.kit.memory.interleaved import Ratio, compare, synchronize
 from flopwise.kit.memory.undisturbed import device_of, undisturbed, without_gradients
 from flopwise.units import duration
@@ -124,13 +125,17 @@ def choose_cudnn_benchmark(
             numbers are put back.
         steps: to watch, at first.
     """
+    need_module("choose_cudnn_benchmark", module)
+    need_step("choose_cudnn_benchmark", step)
+    need_whole("choose_cudnn_benchmark", "steps", steps, least=2)
+    need_whole("choose_cudnn_benchmark", "rounds", rounds)
     before = torch.backends.cudnn.benchmark
     device = device_of(module)
     run = without_gradients(module, step)
     try:
         with undisturbed(module), _Settings(device) as settings:
             watched = settings.off(lambda: watch_shapes(module, run, steps))
-            choice = _choose(watched, run, settings, device, rounds)
+            choice = _choose(watched, run, settings, device, rounds, before)
     except BaseException:
         torch.backends.cudnn.benchmark = before
         raise
@@ -175,10 +180,12 @@ def _choose(
     settings: _Settings,
     device: torch.device,
     rounds: int,
+    before: bool,
 ) -> SearchChoice:
     n = len(watched.first_s) + len(watched.again_s)
     if not watched.distinct:
-        return SearchChoice(False, "the step runs no convolution", watched)
+        why = "the step runs no convolution layer: left as it is"
+        return SearchChoice(before, why, watched)
     seen = f"{watched.distinct} distinct shapes of one layer in {n} steps"
     if watched.varying:
         slow = f", first uses took {duration(median(watched.first_s))} (median)"
@@ -188,7 +195,8 @@ def _choose(
         )
         return SearchChoice(False, why, watched)
     if device.type != "cuda":
-        return SearchChoice(False, f"{seen}; there is no cuDNN on a {device.type}", watched)
+        why = f"{seen}; there is no cuDNN on a {device.type}: left as it is"
+        return SearchChoice(before, why, watched)
     search_s, first_peak = settings.on(lambda: _timed_step(step, device))
     _, peak = settings.on(lambda: _timed_step(step, device))
     ratio = compare(lambda: settings.off(step), lambda: settings.on(step), device, rounds=rounds)

@@ -15,6 +15,7 @@ from typing import Any, overload
 
 import torch
 
+from flopwise.kit.memory.arguments import need_whole
 from flopwise.units import size
 
 #: Collections below are not looked at: what they copy does not matter.
@@ -55,6 +56,7 @@ def copied_objects(dataset: Any, workers: int) -> list[CopiedObjects]:
 
     Ignores: workers that are spawned get a pickled copy of everything at once.
     """
+    need_whole("copied_objects", "workers", workers)
     found = [
         CopiedObjects(path, kind, n, n_bytes, workers)
         for path, kind, n, n_bytes in _collections("dataset", dataset, DEPTH, set())

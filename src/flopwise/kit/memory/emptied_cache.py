@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from flopwise.kit.memory.allocator_counters import AllocatorState, allocator_state
+from flopwise.kit.memory.arguments import need_number, need_step, need_whole
 from flopwise.kit.memory.interleaved import Ratio, compare
 from flopwise.kit.memory.where import place, user_frame
 
@@ -62,6 +63,8 @@ def held_back(free_frac: float | None = 0.05) -> Iterator[EmptyCacheCalls]:
     Args:
         free_frac: share of the device's memory below which it is short. None: no call goes through; 1: every call.
     """
+    if free_frac is not None:
+        need_number("held_back", "free_frac", free_frac)
     seen = EmptyCacheCalls()
     real = torch.cuda.empty_cache
 
@@ -90,10 +93,12 @@ def empty_cache_cost(
     Args:
         step: one step of the training, which runs for real, a few dozen times.
     """
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    need_step("empty_cache_cost", step)
+    need_whole("empty_cache_cost", "rounds", rounds)
     with held_back(1) as seen:
         step()
+    if device is None:  # now: the step may be the first to use CUDA
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
     if not seen.calls:
         return EmptyCacheCost(0, (), None)
 

@@ -29,7 +29,9 @@ class KeptHistory:
     name: str  # as the script has it: "running", "self.total", "losses[...]"
     where: str | None  # file:line of the loop
     steps: int  # over how many steps it grew
-    bytes_per_step: int  # kept by the graph, as tensors that were saved for backward
+    bytes_per_step: (
+        int  # tensors that its graph saved for backward; what hooks packed away is left out
+    )
     nodes_per_step: int
 
     def __str__(self) -> str:
@@ -96,16 +98,26 @@ def graph_size(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
 
 
 def _saved(node: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors that a node has saved; a node that was run backward has none left."""
+    """Yields the tensors that a node keeps as they are; a node that was run backward has none left.
+
+    What hooks have packed is looked at as they left it: to unpack it would compute a checkpoint again, or copy to a device.
+    """
     for name in dir(node):
-        if name.startswith("_saved_"):
-            try:
-                value = getattr(node, name)
-            except RuntimeError:
-                return
-            for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, torch.Tensor) and not isinstance(tensor, torch.nn.Parameter):
-                    yield tensor
+        if not name.startswith("_raw_saved_"):
+            continue
+        try:
+            raw = getattr(node, name)
+            many = raw if isinstance(raw, (list, tuple)) else (raw,)
+            if not all(hasattr(one, "data") for one in many):  # a torch that cannot tell
+                many = (getattr(node, name.removeprefix("_raw")),)
+                values = many[0] if isinstance(many[0], (list, tuple)) else many
+            else:
+                values = tuple(one.data for one in many)
+        except RuntimeError:
+            return
+        for value in values:
+            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                yield value
 
 
 def _with_history(frame: FrameType) -> Iterator[tuple[str, list[torch.Tensor]]]:

@@ -63,6 +63,6 @@ def calls_of(
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Returns the dtype that autocast casts products to on a device, None while it is off."""
-    if not torch.is_autocast_enabled(device.type):
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flopwise.kit.memory.alignment import FULL_BYTES, VECTOR_BYTES, needed_multiple, round_up
+from flopwise.kit.memory.alignment import FULL_BYTES, VECTOR_BYTES, cure, needed_multiple, round_up
 
 SLOW, EDGE = "slow", "edge"
 
@@ -103,7 +103,7 @@ def _size(name: str, size: int, dtype: str, item_bytes: int) -> list[Defect]:
     multiple = needed_multiple(dtype)
     full = max(multiple, FULL_BYTES // item_bytes)
     if size % multiple:
-        to = round_up(size, full if size >= full else multiple)
+        to = cure(size, full, dtype, math.inf)
         return [
             Defect(f"{size} {name} are no multiple of {multiple}", f"{name} {size} -> {to}", SLOW)
         ]

@@ -22,7 +22,8 @@ typedef struct Piece {
 } Piece;
 typedef int (*Malloc)(void **, size_t);
 typedef int (*Free)(void *);
-enum { CALLS, REUSED, ASKED, GIVEN, PEAK_GIVEN, TAKEN, PEAK_TAKEN, DRIVER_ALLOCS, DRIVER_FREES, RETRIES, FAILED, PEAK_ASKED, COUNTS };
+typedef int (*Forget)(void);
+enum { CALLS, REUSED, ASKED, GIVEN, PEAK_GIVEN, TAKEN, PEAK_TAKEN, DRIVER_ALLOCS, DRIVER_FREES, RETRIES, FAILED, PEAK_ASKED, SPLIT, COUNTS };
 
 static char any;
 #define ANY ((void *)&any)
@@ -32,6 +33,7 @@ static long long counts[COUNTS];
 static size_t arena_bytes;
 static Malloc take;
 static Free give;
+static Forget forget;  /* the runtime's last error, which torch would take for one of its kernels' */
 
 static unsigned chain_of(void *at) { return (unsigned)(((uintptr_t)at / GRANULE * 2654435761u) % CHAINS); }
 
@@ -70,25 +72,30 @@ static void split(Piece *p, size_t want) {
     link_free(rest);
 }
 
-/* Joins a free piece with the one behind it, if that is free too and of the same stream. */
+/* Joins a free piece with the one behind it, if that is free too, and of the same stream or never used. */
 static void join(Piece *p) {
     Piece *q = p->after;
-    if (!q || q->used || p->used || q->stream != p->stream) return;
+    if (!q || q->used || p->used) return;
+    if (q->stream != p->stream && q->stream != ANY && p->stream != ANY) return;
     unlink_free(q);
+    if (p->stream == ANY) p->stream = q->stream;
     p->size += q->size; p->after = q->after;
     if (q->after) q->after->before = p;
     free(q);
 }
 
+/* The smallest piece of the stream's own that is large enough; where it has none, one that was never used. */
 static Piece *best(size_t want, int device, void *stream) {
-    Piece *found = NULL;
-    for (Piece *p = free_first; p; p = p->free_after)
-        if (p->size >= want && p->device == device && (p->stream == stream || p->stream == ANY)
-            && (!found || p->size < found->size)) {
-            found = p;
+    Piece *own = NULL, *unused = NULL;
+    for (Piece *p = free_first; p; p = p->free_after) {
+        if (p->size < want || p->device != device) continue;
+        if (p->stream == stream && (!own || p->size < own->size)) {
+            own = p;
             if (p->size == want) break;
         }
-    return found;
+        if (p->stream == ANY && (!unused || p->size < unused->size)) unused = p;
+    }
+    return own ? own : unused;
 }
 
 static int give_back_free_arenas(void) {
@@ -110,19 +117,24 @@ static Piece *from_driver(size_t want, int device) {
     void *at = NULL;
     if (!take) return NULL;
     if (take(&at, size)) {
+        if (forget) forget();
         counts[RETRIES]++;
         give_back_free_arenas();
         size = want;
-        if (take(&at, size)) return NULL;
+        if (take(&at, size)) {
+            if (forget) forget();
+            return NULL;
+        }
     }
     counts[DRIVER_ALLOCS]++;
     return new_arena(at, size, device, 0);
 }
 
-/* Tells where cudaMalloc and cudaFree are, the least bytes of an arena, and the pool, if there is one. */
-int flopwise_connect(void *malloc_at, void *free_at, size_t least_arena, void *pool, size_t pool_bytes, int device) {
+/* Tells where cudaMalloc, cudaFree and cudaGetLastError are, the least bytes of an arena, and the pool, if there is one. */
+int flopwise_connect(void *malloc_at, void *free_at, void *forget_at, size_t least_arena, void *pool, size_t pool_bytes, int device) {
     take = (Malloc)malloc_at;
     give = (Free)free_at;
+    forget = (Forget)forget_at;
     arena_bytes = least_arena;
     if (pool && !new_arena(pool, pool_bytes / GRANULE * GRANULE, device, 1)) return 0;
     return take && give;
@@ -166,13 +178,16 @@ void flopwise_free(void *at, ssize_t size, int device, void *stream) {
         p->stream = stream;
         link_free(p);
         join(p);
-        if (p->before && !p->before->used && p->before->stream == p->stream) join(p->before);
+        if (p->before) join(p->before);
     }
     pthread_mutex_unlock(&lock);
 }
 
 void flopwise_counts(long long *to) {
     pthread_mutex_lock(&lock);
+    counts[SPLIT] = 0;
+    for (Piece *p = free_first; p; p = p->free_after)
+        if (p->before || p->after) counts[SPLIT] += p->size;
     for (int i = 0; i < COUNTS; i++) to[i] = counts[i];
     pthread_mutex_unlock(&lock);
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -37,6 +38,7 @@ _COUNTS = [
     "retries",
     "failed",
     "peak_asked",
+    "split",
 ]
 
 
@@ -58,7 +60,16 @@ def build(folder: str | Path) -> Path:
             "no C compiler (cc, gcc, clang) on the path: the own allocator is not tried"
         )
     library = Path(folder) / "own_allocator.so"
-    words = [compiler, "-O2", "-shared", "-fPIC", str(SOURCE), "-lpthread", "-o", str(library)]
+    words = [
+        *shlex.split(compiler),
+        "-O2",
+        "-shared",
+        "-fPIC",
+        str(SOURCE),
+        "-lpthread",
+        "-o",
+        str(library),
+    ]
     try:
         done = subprocess.run(words, capture_output=True, text=True)
     except OSError as error:
@@ -76,6 +87,7 @@ class OwnAllocator:
         library: Path,
         malloc_at: int,
         free_at: int,
+        forget_at: int = 0,
         *,
         least_arena_bytes: int = ARENA_BYTES,
         pool_at: int = 0,
@@ -88,6 +100,7 @@ class OwnAllocator:
         self._library.flopwise_connect.argtypes = [
             pointer,
             pointer,
+            pointer,
             size,
             pointer,
             size,
@@ -98,7 +111,7 @@ class OwnAllocator:
         self._library.flopwise_free.argtypes = [pointer, size, ctypes.c_int, pointer]
         self._library.flopwise_free.restype = None
         if not self._library.flopwise_connect(
-            malloc_at, free_at, least_arena_bytes, pool_at, pool_bytes, device
+            malloc_at, free_at, forget_at, least_arena_bytes, pool_at, pool_bytes, device
         ):
             raise AllocatorError(
                 "the own allocator cannot be connected: no memory, or no functions of the driver"
@@ -123,7 +136,7 @@ class OwnAllocator:
             reserved_bytes=counts["taken"],
             peak_allocated_bytes=counts["peak_given"],
             peak_reserved_bytes=counts["peak_taken"],
-            inactive_split_bytes=counts["taken"] - counts["given"],
+            inactive_split_bytes=counts["split"],
             retries=counts["retries"],
             out_of_memory=counts["failed"],
             driver_allocations=counts["driver_allocations"],
@@ -158,6 +171,7 @@ def install(folder: str | Path, pool_bytes: int = 0, device: int = 0) -> OwnAllo
         library,
         _address(cuda.cudaMalloc),
         _address(cuda.cudaFree),
+        _address(cuda.cudaGetLastError),
         pool_at=pool.value or 0,
         pool_bytes=pool_bytes,
         device=device,

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-#: Attribute of a padded layer: output and input dimension that it computes with, and whether its result is made
-#: contiguous. None: it computes as it is.
+#: Attribute of a padded layer: output and input dimension that it computes with, whether its result is made
+#: contiguous, and the dimensions that its weight had. None: it computes as it is.
 SETTING = "_flopwise_padded_to"
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class PaddedLinear(nn.Linear):
@@ -22,15 +23,15 @@ class PaddedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns what the layer without padding returns, to within the rounding of another kernel."""
-        setting = getattr(self, SETTING)
-        if setting is None:
-            return nn.Linear.forward(self, input)
-        out, into, contiguous = setting
+        weight = self.weight
+        more = _more(self, weight)
+        if more is None:
+            return F.linear(input, weight, self.bias)
+        out, into, contiguous = more
         result = F.linear(
-            _longer(_cast(input), -1, into - self.in_features),
-            *_parameters(self, out - self.out_features, into - self.in_features),
+            _longer(_cast(input), -1, into), *_parameters(weight, self.bias, out, into)
         )
-        return _cut(result, -1, self.out_features, contiguous)
+        return _cut(result, -1, weight.shape[0], contiguous)
 
 
 class _PaddedConv:
@@ -38,16 +39,16 @@ class _PaddedConv:
 
     def forward(self: Any, input: torch.Tensor) -> torch.Tensor:
         """Returns what the layer without padding returns, to within the rounding of another kernel."""
-        setting = getattr(self, SETTING)
-        if setting is None:
-            return self._conv_forward(input, self.weight, self.bias)  # type: ignore[no-any-return]
-        out, into, contiguous = setting
-        channels = 1 - self.weight.dim()  # from the end, so that it holds without a batch too
+        weight = self.weight
+        more = _more(self, weight)
+        if more is None:
+            return self._conv_forward(input, weight, self.bias)  # type: ignore[no-any-return]
+        out, into, contiguous = more
+        channels = 1 - weight.dim()  # from the end, so that it holds without a batch too
         result: torch.Tensor = self._conv_forward(
-            _longer(_cast(input), channels, into - self.in_channels),
-            *_parameters(self, out - self.out_channels, into - self.in_channels),
+            _longer(_cast(input), channels, into), *_parameters(weight, self.bias, out, into)
         )
-        return _cut(result, channels, self.out_channels, contiguous)
+        return _cut(result, channels, weight.shape[0], contiguous)
 
 
 class PaddedConv1d(_PaddedConv, nn.Conv1d):
@@ -69,26 +70,25 @@ class _PaddedTransposed:
         self: Any, input: torch.Tensor, output_size: list[int] | None = None
     ) -> torch.Tensor:
         """Returns what the layer without padding returns, to within the rounding of another kernel."""
-        setting = getattr(self, SETTING)
-        out, into, contiguous = setting or (self.out_channels, self.in_channels, False)
-        dims = self.weight.dim() - 2
+        weight = self.weight
+        out, into, contiguous = _more(self, weight) or (0, 0, False)
+        dims = weight.dim() - 2
         output_padding = self._output_padding(
             input, output_size, self.stride, self.padding, self.kernel_size, dims, self.dilation
         )
-        more_out, more_in = out - self.out_channels, into - self.in_channels
         result: torch.Tensor = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[
             dims - 1
         ](
-            _longer(_cast(input), -1 - dims, more_in),
-            _longer(_longer(_cast(self.weight), 0, more_in), 1, more_out),
-            None if self.bias is None else _longer(_cast(self.bias), 0, more_out),
+            _longer(_cast(input), -1 - dims, into),
+            _longer(_longer(_cast(weight), 0, into), 1, out),
+            None if self.bias is None else _longer(_cast(self.bias), 0, out),
             self.stride,
             self.padding,
             output_padding,
             self.groups,
             self.dilation,
         )
-        return _cut(result, -1 - dims, self.out_channels, contiguous)
+        return _cut(result, -1 - dims, weight.shape[1], contiguous)
 
 
 class PaddedConvTranspose1d(_PaddedTransposed, nn.ConvTranspose1d):
@@ -117,7 +117,13 @@ PLAIN = {padded_class: plain for plain, padded_class in PADDED.items()}
 
 
 def dimensions(layer: Any) -> tuple[int, int]:
-    """Returns output and input dimension of a Linear or convolution layer."""
+    """Returns output and input dimension of a Linear or convolution layer.
+
+    Of those that can be padded they are the weight's, which is what computes: one that is tied to another may have more rows
+    than the layer says.
+    """
+    if (type(layer) in PADDED or type(layer) in PLAIN) and getattr(layer, "groups", 1) == 1:
+        return _sizes(layer, layer.weight)
     if isinstance(layer, nn.Linear):
         return layer.out_features, layer.in_features
     return layer.out_channels, layer.in_channels
@@ -125,7 +131,7 @@ def dimensions(layer: Any) -> tuple[int, int]:
 
 def switch_on(layer: nn.Module, out: int, into: int, contiguous: bool) -> None:
     """Makes a plain layer compute with these dimensions; the object, its parameters and its hooks stay."""
-    setattr(layer, SETTING, (out, into, contiguous))
+    setattr(layer, SETTING, (out, into, contiguous, dimensions(layer)))
     layer.__class__ = PADDED[type(layer)]
 
 
@@ -138,10 +144,26 @@ def switch_off(layer: nn.Module) -> None:
         setattr(layer, SETTING, None)
 
 
+def _sizes(layer: Any, weight: torch.Tensor) -> tuple[int, int]:
+    a, b = weight.shape[:2]
+    return (b, a) if getattr(layer, "transposed", False) else (a, b)
+
+
+def _more(layer: Any, weight: torch.Tensor) -> tuple[int, int, bool] | None:
+    """Returns by how much output and input grow; None where it computes as it is: the weight may be another one by now."""
+    setting = getattr(layer, SETTING)
+    if setting is None or _sizes(layer, weight) != setting[3]:
+        return None
+    out, into, contiguous, (had_out, had_in) = setting
+    return out - had_out, into - had_in, contiguous
+
+
 def _cast(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor in the dtype that autocast gives to products: cast first, fewer bytes are padded."""
     kind = tensor.device.type
-    if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
+    if not tensor.is_floating_point() or tensor.dtype == torch.float64 or kind == "meta":
+        return tensor  # as autocast leaves them
+    if not torch.is_autocast_enabled(kind):
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
 
@@ -156,19 +178,20 @@ def _cut(result: torch.Tensor, dim: int, size: int, contiguous: bool) -> torch.T
         return result
     if not contiguous:
         return result.narrow(dim, 0, size)
-    last = result.dim() == 4 and result.is_contiguous(memory_format=torch.channels_last)
-    layout = torch.channels_last if last else torch.contiguous_format
+    last = _LAST.get(result.dim())
+    innermost = last is not None and result.is_contiguous(memory_format=last)
+    layout = last if last is not None and innermost else torch.contiguous_format
     # The gradient of a piece of a split is joined with zeros in one pass; that of a slice takes two.
     pieces: tuple[torch.Tensor, ...] = result.split((size, more), dim)
     return pieces[0].clone(memory_format=layout)
 
 
 def _parameters(
-    layer: Any, more_out: int, more_in: int
+    weight: torch.Tensor, bias: torch.Tensor | None, more_out: int, more_in: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns weight and bias with zeros behind."""
-    weight = _longer(_longer(_cast(layer.weight), 1, more_in), 0, more_out)
-    return weight, None if layer.bias is None else _longer(_cast(layer.bias), 0, more_out)
+    longer = _longer(_longer(_cast(weight), 1, more_in), 0, more_out)
+    return longer, None if bias is None else _longer(_cast(bias), 0, more_out)
 
 
 def _longer(tensor: torch.Tensor, dim: int, more: int) -> torch.Tensor:

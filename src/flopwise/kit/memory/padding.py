@@ -11,6 +11,13 @@ import torch
 from torch import nn
 
 from flopwise.kit.memory.alignment import LITTLE_FRAC, cure, is_odd, needed_multiple
+from flopwise.kit.memory.arguments import (
+    ArgumentError,
+    need_module,
+    need_number,
+    need_step,
+    need_whole,
+)
 from flopwise.kit.memory.interleaved import Ratio
 from flopwise.kit.memory.observed import LayerCall, autocast_dtype, calls_of
 from flopwise.kit.memory.padded_layers import PADDED, PLAIN, dimensions, switch_off, switch_on
@@ -87,10 +94,9 @@ def pad_dimensions(
             gap behind each row: a `view` that joins rows to one fails on it.
 
     Raises:
-        ValueError: a multiple that is no power of two, or a share that is negative.
+        ArgumentError: a multiple that is no power of two, a share that is negative, a dtype of whole numbers.
     """
-    if multiple < 1 or multiple & (multiple - 1) or (most_extra_frac or 0) < 0:
-        raise ValueError(f"{multiple=} is a power of two, {most_extra_frac=} is not negative")
+    _check(module, step, multiple, dtype, most_extra_frac, rounds)
     if most_extra_frac is None:
         most_extra_frac = LITTLE_FRAC if step is None else MOST_MEASURED_FRAC
     result = Padding(module)
@@ -117,6 +123,25 @@ def pad_dimensions(
         switch_on(layer, *target, contiguous)
         result.layers.append(PaddedLayer(name, kind, dimensions(layer), target, measured))
     return result
+
+
+def _check(
+    module: Any, step: Any, multiple: Any, dtype: Any, most_extra_frac: Any, rounds: Any
+) -> None:
+    where = "pad_dimensions"
+    need_module(where, module)
+    if step is not None:
+        need_step(where, step)
+    need_whole(where, "multiple", multiple, least=1)
+    if multiple & (multiple - 1):
+        raise ArgumentError(f"{where}: multiple={multiple}; a power of two is meant")
+    if most_extra_frac is not None:
+        need_number(where, "most_extra_frac", most_extra_frac)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(
+            f"{where}: dtype={dtype!r}; one that products run in is meant: torch.bfloat16"
+        )
+    need_whole(where, "rounds", rounds)
 
 
 def _is_looked_at(module: nn.Module) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from flopwise.kit.memory.arguments import need_whole
+
 
 @dataclass(frozen=True)
 class PinnedPlan:
@@ -24,6 +26,8 @@ class PinnedPlan:
 
     def __str__(self) -> str:
         """Returns what is planned, and how to get by with less where it matters."""
+        if not self.asked_bytes:
+            return "no pinned memory is asked for"
         given = " + ".join(_gib(n) for n in self.given_bytes)
         text = (
             f"pinned memory: {given} GiB for {_gib(sum(self.asked_bytes))} GiB asked for, factor {self.factor:.2f} "
@@ -43,10 +47,10 @@ def pinned_plan(sizes_bytes: Sequence[int]) -> PinnedPlan:
     that were freed before and are used again.
 
     Raises:
-        ValueError: a size is negative.
+        ArgumentError: a size is no whole number, or negative.
     """
-    if any(size < 0 for size in sizes_bytes):
-        raise ValueError(f"sizes of {list(sizes_bytes)} bytes: none is negative")
+    for size in sizes_bytes:
+        need_whole("pinned_plan", "a size in sizes_bytes", size)
     given = tuple(1 << (size - 1).bit_length() if size else 0 for size in sizes_bytes)
     return PinnedPlan(tuple(sizes_bytes), given)
 

@@ -99,10 +99,22 @@ def fragmentation(segments: Sequence[Mapping[str, Any]]) -> Fragmentation:
 
 
 def fragmentation_now() -> Fragmentation | None:
-    """Returns the fragmentation of this process' CUDA memory; None where CUDA has not been used."""
+    """Returns the fragmentation of this process' CUDA memory; None where CUDA has not been used.
+
+    Raises:
+        SnapshotError: the allocator tells nothing of its segments: cudaMallocAsync, or one of the user's own.
+    """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return None
-    return fragmentation(torch.cuda.memory_snapshot())
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except RuntimeError as error:
+        backend = torch.cuda.get_allocator_backend()
+        raise SnapshotError(
+            f'the allocator "{backend}" tells nothing of its segments ({str(error).partition(chr(10))[0]}); '
+            "torch's own (native) does"
+        ) from None
+    return fragmentation(segments)
 
 
 def read_snapshot(path: str | Path) -> list[dict[str, Any]]:

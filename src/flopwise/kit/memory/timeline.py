@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flopwise.kit.memory.arguments import need_module, need_optimizers
 from flopwise.kit.memory.modules import BACKWARD, Modules, in_backward
 from flopwise.kit.memory.undisturbed import device_of
 from flopwise.kit.nested import tensors_in
@@ -135,10 +136,12 @@ def memory_timeline(
         inputs: the batch, nested as it likes. Default: what the module is called with.
         device: only tensors there are counted. Default: that of the parameters.
     """
+    need_module("memory_timeline", module)
+    optimizers = need_optimizers("memory_timeline", optimizers)
     where = torch.device(device) if device is not None else device_of(module)
     if where.type == "cuda" and where.index is None:
         where = torch.device("cuda", torch.cuda.current_device())
-    recorder = _Recorder(module, list(optimizers), inputs, where)
+    recorder = _Recorder(module, optimizers, inputs, where)
     with recorder:
         yield recorder
 

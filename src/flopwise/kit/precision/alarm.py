@@ -164,7 +164,7 @@ class ForwardTrace:
                 return
             with torch.no_grad():
                 biggest = (
-                    torch.stack([t.detach().abs().amax().float() for t in ins]).amax()
+                    _together([t.detach().abs().amax().float() for t in ins]).amax()
                     if ins
                     else torch.zeros(())
                 )
@@ -217,4 +217,9 @@ class ForwardTrace:
 def _finite(tensors: list[torch.Tensor]) -> torch.Tensor:
     if not tensors:
         return torch.ones((), dtype=torch.bool)
-    return torch.stack([torch.isfinite(t.detach()).all() for t in tensors]).all()
+    return _together([torch.isfinite(t.detach()).all() for t in tensors]).all()
+
+
+def _together(scalars: list[torch.Tensor]) -> torch.Tensor:
+    """Returns scalars as one tensor, on the device of the first."""
+    return torch.stack([s.to(scalars[0].device, non_blocking=True) for s in scalars])

@@ -38,26 +38,30 @@ def check(grads: Sequence[torch.Tensor], home: torch.device) -> Checked:
 
 
 def check_and_unscale(
-    grads: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+    grads: Sequence[torch.Tensor],
+    found_inf: torch.Tensor,
+    inverse_scale: torch.Tensor,
+    look: bool = True,
 ) -> Checked:
     """Returns found_inf by device and the largest magnitude of the gradients before; multiplies them by a scalar.
 
     Args:
         found_inf: scalar that becomes 1, on the home device.
+        look: whether magnitudes are taken, by one more pass; else they are inf where found_inf is 1, and 0 where not.
     """
     home = found_inf.device
     per_device: dict[torch.device, torch.Tensor] = {}
     amaxes: list[torch.Tensor] = []
     for device, by_dtype in by_device(grads).items():
         found = found_inf if device == home else torch.zeros((), device=device)
-        amax = largest(by_dtype.values())
-        amaxes.append(
-            (torch.zeros((), device=device) if amax is None else amax).to(home, non_blocking=True)
-        )
+        amax = largest(by_dtype.values()) if look else None
         factor = inverse_scale.to(device, non_blocking=True)
         for tensors in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
+        finite = found.atanh()  # of 0 it is 0 and of 1 inf, in one kernel
+        amax = finite if amax is None else torch.maximum(amax, finite)
         per_device[device] = found
+        amaxes.append(amax.to(home, non_blocking=True))
     return per_device, amaxes
 
 

@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flopwise.errors import PrecisionError
 from flopwise.flops.call import Call
 from flopwise.flops.table import cost, rule_of
 from flopwise.flops.zero import POINTWISE, is_view
-from flopwise.kit.precision.mixed import MixedPrecision
+from flopwise.kit.precision.arguments import dtype_name, module_of
+from flopwise.kit.precision.mixed import DTYPES, MixedPrecision
 from flopwise.kit.precision.saying import users_line
 from flopwise.kit.precision.watching import Where, call_of, current_node, modules_of
 from flopwise.units import size
@@ -107,7 +109,7 @@ class EffectiveDtypes:
 def effective_dtypes(
     step: Callable[[], Any],
     module: nn.Module | None = None,
-    asked: str | MixedPrecision | None = None,
+    asked: str | torch.dtype | MixedPrecision | None = None,
 ) -> EffectiveDtypes:
     """Runs one step and returns the dtypes it computed in.
 
@@ -116,12 +118,25 @@ def effective_dtypes(
     Args:
         step: forward and backward, at will with the optimizer; it is really run, once.
         module: for the names of modules in reasons, and for casts of its weights.
-        asked: the dtype that should have taken effect, by name, or the `MixedPrecision` that should.
+        asked: the dtype that should have taken effect, or the `MixedPrecision` that should.
+
+    Raises:
+        PrecisionError: the step cannot be called, or there is no such dtype.
     """
     mixed = asked if isinstance(asked, MixedPrecision) else None
     if mixed is not None and module is None:
         module = mixed.module
-    name = mixed.dtype if mixed is not None else asked
+    name = mixed.dtype if mixed is not None else dtype_name(asked)
+    if not callable(step):
+        raise PrecisionError(
+            f"effective_dtypes: a function that makes one step is needed, not {type(step).__name__}"
+        )
+    if module is not None:
+        module_of("effective_dtypes: module", module)
+    if name not in (None, "float32", *DTYPES):
+        raise PrecisionError(
+            f"asked={asked!r}: it is one of float32, {', '.join(DTYPES)}, or a MixedPrecision"
+        )
     params = list(module.parameters()) if module is not None else []
     weights = {p.data_ptr() for p in params if not is_lazy(p)}
     with torch.compiler.set_stance("force_eager"), modules_of(module) as where:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from flopwise.errors import PrecisionError
+from flopwise.kit.precision.arguments import power_of_two, scale_of
 from flopwise.kit.precision.late import Late, Review
 from flopwise.kit.precision.schedule import MagnitudeSchedule
 from flopwise.kit.precision.unwaiting import UnwaitingScaler
@@ -40,6 +42,8 @@ class KnowingScaler(UnwaitingScaler):
         super().__init__(**others)
         self._magnitude, self.verbose = magnitude, verbose
         self._updates = 0
+        # Whether every scale so far was a power of two, if its factors are.
+        self._powers = power_of_two(others["init_scale"])
         self._history: list[list[float]] = []  # rows of a checkpoint, until there is a ring
         self._skipped = 0  # up to that checkpoint
 
@@ -102,16 +106,29 @@ class KnowingScaler(UnwaitingScaler):
 
         Raises:
             RuntimeError: the state is empty: it is that of a scaler that was switched off.
-            PrecisionError: its scale is 0, which makes weights NaN at the first step that is not skipped.
+            PrecisionError: it is no state; or its scale is no number, negative or not finite; or its scale is 0, which makes weights NaN at the first step that is not skipped.
         """
+        if not isinstance(state_dict, Mapping):
+            raise PrecisionError(
+                f"load_state_dict: a dict is needed, not {type(state_dict).__name__}"
+            )
         if self._enabled and state_dict.get("scale") == 0:
             raise PrecisionError(
                 "the loss scale of this checkpoint is 0: every step before it was skipped, and the next one would make the "
                 "weights NaN. Do not continue from it: roll back to one before the losses overflowed, and look for what did."
             )
+        own = state_dict.get("flopwise", {})
+        if self._enabled and state_dict:
+            scale = scale_of("scale in the checkpoint", state_dict.get("scale"))
+            if not isinstance(own, Mapping):
+                raise PrecisionError(
+                    f"load_state_dict: 'flopwise' in it is {type(own).__name__}, not a dict"
+                )
+            self._powers = power_of_two(scale)
+            state_dict = {**state_dict, "scale": scale}
         super().load_state_dict(state_dict)
         if self._enabled:
-            self._load_own(state_dict.get("flopwise", {}))
+            self._load_own(dict(own))
 
     def __getstate__(self) -> dict[str, Any]:
         own = self.state_dict()

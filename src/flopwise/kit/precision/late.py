@@ -1,6 +1,7 @@
 """What the scaler knows late: numbers of each step stay on the device and are read when the copy has arrived.
 
-Each update writes one row: the largest magnitude of scaled gradients (inf or NaN in a skipped step) and the scale. On a CUDA device rows are copied to page-locked memory every few updates, and an event says when they are there;
+Each update writes one row: the largest magnitude of scaled gradients (inf or NaN in a skipped step, 0 in one that
+was not looked at) and the scale. On a CUDA device rows are copied to page-locked memory every few updates, and an event says when they are there;
 nothing waits. On a CPU they are read at once.
 """
 
@@ -20,7 +21,7 @@ class Review:
     """One revision of the scale, as it was read later."""
 
     update: int  # how many updates there had been
-    amax: float  # largest magnitude of unscaled gradients since the last review; 0 if every step was skipped
+    amax: float  # largest magnitude of unscaled gradients in the updates looked at; 0 if all were skipped
     scale: float  # chosen
     # Of gradient entries, in float16 at the scale before the review; NaN: not looked at (several devices, a CUDA graph).
     subnormal_frac: float
@@ -50,7 +51,9 @@ class Known:
     skipped: int = 0
     in_a_row: int = 0  # skipped ones up to the last that was read
     scale: float | None = None  # that the last step that was read was made with
-    amax: float | None = None  # of the last step that was read; not finite if it was skipped
+    amax: float | None = (
+        None  # of the last step that was read; not finite if it was skipped, 0 if nobody looked
+    )
     recent: deque[bool] = field(default_factory=lambda: deque(maxlen=RECENT))  # whether skipped
     reviews: deque[Review] = field(default_factory=lambda: deque(maxlen=100))
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from flopwise.errors import PrecisionError
+from flopwise.kit.precision.arguments import dtype_name, module_of, names_of, optimizer_of
 from flopwise.kit.precision.weight_memory import PRODUCTS, WeightMemory, weight_memory
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -78,24 +79,27 @@ class MasterWeights:
         self,
         model: nn.Module,
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-        dtype: str = "bfloat16",
+        dtype: str | torch.dtype = "bfloat16",
         *,
-        keep_float32: Iterable[str] = (),
-        also: Iterable[str] = (),
+        keep_float32: str | Iterable[str] = (),
+        also: str | Iterable[str] = (),
     ) -> None:
-        single = isinstance(optimizers, torch.optim.Optimizer)
-        self.optimizers: list[torch.optim.Optimizer] = [optimizers] if single else list(optimizers)  # type: ignore[list-item,arg-type]
-        self.model, self.dtype = model, dtype
-        _check(model, dtype)
+        module_of("MasterWeights", model)
+        self.optimizers = _several(optimizers)
+        self.model, self.dtype = model, str(dtype_name(dtype))
+        _check(model, self.dtype)
         self.kept: dict[str, str] = {}
         self.before: WeightMemory = weight_memory(model, self.optimizers)
-        chosen = self._chosen(_named(model, keep_float32), _named(model, also))
+        chosen = self._chosen(
+            _named(model, names_of("keep_float32", keep_float32)),
+            _named(model, names_of("also", also)),
+        )
         if not chosen:
             raise PrecisionError(
                 "MasterWeights: no weight can be 16-bit. "
                 + "; ".join(f"{name}: {why}" for name, why in list(self.kept.items())[:3])
             )
-        self.pairs = [_halve(name, weight, _DTYPES[dtype]) for name, weight in chosen.items()]
+        self.pairs = [_halve(name, weight, _DTYPES[self.dtype]) for name, weight in chosen.items()]
         self._handles: list[Any] = [model.register_forward_pre_hook(_not_in_ddp)]
         for pair in self.pairs:
             self._handles += _aliased_gradients(pair)
@@ -181,6 +185,14 @@ class MasterWeights:
         pairs = [pair for pair in self.pairs if id(pair.master) in stepped]
         if pairs:
             torch._foreach_copy_([p.weight for p in pairs], [p.master for p in pairs])
+
+
+def _several(optimizers: Any) -> list[torch.optim.Optimizer]:
+    several = isinstance(optimizers, Iterable) and not isinstance(optimizers, nn.Module)
+    found = list(optimizers) if several else [optimizers]
+    for optimizer in found:
+        optimizer_of("MasterWeights", optimizer)
+    return found
 
 
 def _check(model: nn.Module, dtype: str) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flopwise.errors import PrecisionError
 from flopwise.kit.nested import map_tensors, tensors_in
 from flopwise.kit.precision import float8
-from flopwise.kit.precision.casting import Call, Wrapped, in_float32
+from flopwise.kit.precision.arguments import dtype_name, module_of, names_of
+from flopwise.kit.precision.casting import Call, Wrapped, WrappedForward, in_float32
 from flopwise.kit.precision.custom_functions import any_defined, functions_reason, traced_to_modules
 from flopwise.kit.precision.declining import (
     AUTOCAST,
@@ -40,10 +43,10 @@ class MixedPrecision:
     ```
 
     Args:
-        module: the root module; compiled modules and DistributedDataParallel, too. Compile before, not after.
+        module: the root module; compiled modules and DistributedDataParallel, too. With "tf32" compile before, not after.
         dtype: "bfloat16" or "float16" (autocast; float16 needs a `DynamicScaler`), "tf32" (products of float32 in this
             module's forward and backward only), "float8" (torchao for large linear layers, bfloat16 for the rest).
-        keep_float32: names of submodules that stay in float32.
+        keep_float32: names of submodules that stay in float32; not with "tf32".
         training_only: leaves calls under `no_grad` as they were.
 
     Where the dtype cannot be used, `declined` says why, it is warned once and the module stays as it was. If this process
@@ -51,32 +54,49 @@ class MixedPrecision:
     stay in float32, and that call is made once more.
 
     Raises:
-        PrecisionError: no such dtype, or no such submodule.
+        PrecisionError: it is around the module already; no such dtype, no such submodule, or `keep_float32` with "tf32".
     """
 
     def __init__(
         self,
         module: nn.Module,
-        dtype: str = "bfloat16",
+        dtype: str | torch.dtype = "bfloat16",
         *,
-        keep_float32: Iterable[str] = (),
+        keep_float32: str | Iterable[str] = (),
         training_only: bool = False,
     ) -> None:
+        module_of("MixedPrecision", module)
+        dtype = dtype_name(dtype)
         if dtype not in DTYPES:
             raise PrecisionError(f"dtype={dtype!r}: it is one of {', '.join(DTYPES)}")
-        self.module, self.dtype, self.training_only = module, dtype, training_only
+        other = _AROUND.get(id(module))
+        if other is not None and other.active:
+            raise PrecisionError(
+                f"MixedPrecision is around this {type(module).__name__} already, in {other.dtype}: undo() that first"
+            )
+        self.module, self.training_only = module, training_only
+        self.dtype: str = dtype
         self.device = device_of(module)
         self.notes: list[str] = []
         self.kept: dict[str, str] = {}
-        keep = list(keep_float32)
+        keep = names_of("keep_float32", keep_float32)
         self._names = {id(m): n for n, m in module.named_modules()}
         self._once = Once()
-        self._wrapped: list[Wrapped] = []
+        self._wrapped: list[Wrapped | WrappedForward] = []
         self._root: Wrapped | None = None
+        self._inner: WrappedForward | None = None
+        self._off = False  # while the module runs as it was found
         self._converted: float8.Conversion | None = None
         self._looked = dtype == "tf32"
+        self._defined = any_defined()
         self.declined = self._problem()
         submodules = [self._submodule(name) for name in keep]
+        keep = [self._names.get(id(m), n) for m, n in zip(submodules, keep, strict=True)]
+        if keep and dtype == "tf32":
+            raise PrecisionError(
+                "keep_float32: TF32 is switched for all of a module. Put MixedPrecision around those submodules that are to "
+                "compute in it"
+            )
         if self.declined is not None:
             self._once.say(
                 "declined", f"{dtype} is not used: {self.declined}. The module runs as before."
@@ -86,6 +106,9 @@ class MixedPrecision:
         for name, submodule in zip(keep, submodules, strict=True):
             self._keep(submodule, name, "asked to be kept")
         self._root = Wrapped(module, self._around)
+        _AROUND[id(module)] = self
+        if dtype != "tf32" and not _wraps(module):
+            self._inner = WrappedForward(module, self._unless_around)
 
     def verify(self, *args: Any, tolerance: float, **kwargs: Any) -> Difference:
         """Returns how far outputs and gradients of a batch are from float32; takes the dtype back if too far.
@@ -111,15 +134,18 @@ class MixedPrecision:
 
     def undo(self) -> None:
         """Leaves the module and its submodules as they were."""
-        wrapped = [*self._wrapped, *([self._root] if self._root is not None else [])]
-        for one in reversed(wrapped):
-            if not one.take_back():
+        wrapped = [w for w in (*self._wrapped, self._inner, self._root) if w is not None]
+        taken = [one for one in reversed(wrapped) if one.take_back()]
+        done = {id(one.module) for one in taken if isinstance(one, WrappedForward)}
+        # A call that was compiled since calls the forward, so its own part is gone with that.
+        for one in wrapped:
+            if one not in taken and id(one.module) not in done:
                 self._once.say(
                     "replaced",
-                    f"the call of {type(one.module).__name__} was replaced after MixedPrecision was put around it "
-                    "(module.compile()?): what is there now was left. Compile first.",
+                    f"the call of {type(one.module).__name__} was replaced after MixedPrecision was put around it: what is "
+                    "there now was left.",
                 )
-        self._wrapped, self._root = [], None
+        self._wrapped, self._root, self._inner = [], None, None
         if self._converted is not None:
             self._converted.undo(self.module)
             self._converted = None
@@ -127,8 +153,7 @@ class MixedPrecision:
     @property
     def active(self) -> bool:
         """Whether calls of the module go through this now."""
-        root = self._root
-        return root is not None and vars(self.module).get("_compiled_call_impl") is root._call
+        return any(one is not None and one.active for one in (self._root, self._inner))
 
     def __enter__(self) -> MixedPrecision:
         return self
@@ -194,27 +219,63 @@ class MixedPrecision:
         """Calls the module as it was found: with its own layers, too, where they were converted."""
         assert self._root is not None
         if self._converted is None:
-            return self._root.plain(*args, **kwargs)
+            return self._as_found(self._root.plain)(*args, **kwargs)
         self._converted.undo(self.module)
         try:
-            return self._root.plain(*args, **kwargs)
+            return self._as_found(self._root.plain)(*args, **kwargs)
         finally:
             self._converted.redo(self.module)
 
+    def _as_found(self, call: Call) -> Call:
+        """Returns a call without the dtype."""
+
+        def found(*args: Any, **kwargs: Any) -> Any:
+            self._off = True
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._off = False
+
+        return found
+
+    def _unless_around(self, call: Call) -> Call:
+        """Returns the forward under autocast, where nothing is around it: in a call that torch.compile traced or replaced."""
+        device, inside = self.device.type, self._with_autocast(call)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            left = self.training_only and not torch.is_grad_enabled()
+            around = self._off or left or torch.is_autocast_enabled(device)
+            return (call if around else inside)(*args, **kwargs)
+
+        return forward
+
     def _submodule(self, name: str) -> nn.Module:
-        try:
-            return self.module.get_submodule(name)
-        except AttributeError:
-            raise PrecisionError(f"keep_float32: the module has no submodule {name!r}") from None
+        inner = self.module
+        while True:  # by its name in the model, too, where that is wrapped
+            try:
+                return inner.get_submodule(name)
+            except AttributeError:
+                wrapped = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+                if not _wraps(inner) or not isinstance(wrapped, nn.Module):
+                    raise PrecisionError(
+                        f"keep_float32: the module has no submodule {name!r}"
+                    ) from None
+                inner = wrapped
 
     def _keep(self, module: nn.Module, name: str, why: str) -> None:
         self.kept[name] = why
-        self._wrapped.append(Wrapped(module, self._in_float32))
+        # Its hooks are in float32, too, where they run eagerly.
+        self._wrapped += [
+            WrappedForward(module, self._in_float32),
+            Wrapped(module, self._in_float32),
+        ]
 
     def _in_float32(self, call: Call) -> Call:
         device = self.device.type
 
         def without_autocast(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_autocast_enabled(device):
+                return call(*args, **kwargs)
             with torch.autocast(device, enabled=False):
                 return call(*map_tensors(args, in_float32), **map_tensors(kwargs, in_float32))
 
@@ -227,10 +288,19 @@ class MixedPrecision:
             if self.training_only and not torch.is_grad_enabled():
                 return call(*args, **kwargs)
             if not self._looked and torch.is_grad_enabled():
-                self._looked = True
-                if any_defined():
-                    return self._first_call(call, inside, args, kwargs)
+                if not torch.compiler.is_compiling():
+                    return look(args, kwargs)
+                if self._defined:  # what was defined since is not looked for in compiled code
+                    return look_eagerly(args, kwargs)
             return inside(*args, **kwargs)
+
+        def look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self._looked = True
+            if any_defined():
+                return self._first_call(call, inside, args, kwargs)
+            return inside(*args, **kwargs)
+
+        look_eagerly = torch.compiler.disable(look, reason=_LOOKS) if self._defined else look
 
         return mixed
 
@@ -270,7 +340,7 @@ class MixedPrecision:
             # Such a Function may refuse 16-bit inputs in its forward already; in float32 it shows itself.
             before.restore()
             with traced_to_modules(self.module) as found, _eagerly():
-                call(*args, **kwargs)
+                self._as_found(call)(*args, **kwargs)
             if not found:
                 raise
         if not found:
@@ -308,6 +378,22 @@ class MixedPrecision:
                 f"{name} ({type(module).__name__}) stays in float32: {why} (torch.amp.custom_fwd declares one).",
             )
         return True
+
+
+#: Said where a first call may not break the graph.
+_LOOKS = (
+    "MixedPrecision looks at the first call for autograd Functions without an autocast policy: call the model once before "
+    "it is compiled, or compile it before MixedPrecision"
+)
+#: What is around a module, by its identity: it lives as long as the module has its call.
+_AROUND: WeakValueDictionary[int, MixedPrecision] = WeakValueDictionary()
+
+
+def _wraps(module: nn.Module) -> bool:
+    """Returns whether the module only calls another, whose forward is not its: compiled, or a copy for each device."""
+    return isinstance(module, (DistributedDataParallel, DataParallel)) or hasattr(
+        module, "_orig_mod"
+    )
 
 
 def _eagerly() -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flopwise.errors import PrecisionError
 from flopwise.flops.zero import VIEWS
 from flopwise.kit.nested import tensors_in
 from flopwise.kit.precision.causes import Event, Range, explain, fills, overwrites, uninitialised
@@ -52,7 +53,10 @@ class NonFinite:
 
 
 def find_nonfinite(
-    step: Callable[..., Any] | nn.Module, *batch: Any, module: nn.Module | None = None
+    step: Callable[..., Any] | nn.Module,
+    *batch: Any,
+    module: nn.Module | None = None,
+    **named: Any,
 ) -> NonFinite | None:
     """Replays one step and returns where it first is not finite; None if its loss and its gradients are finite.
 
@@ -62,19 +66,23 @@ def find_nonfinite(
     Args:
         step: a function that makes forward and backward (no optimizer step); or a module, which is called with the batch.
             A module's loss is its scalar output, `.loss` or `["loss"]`, else the sum of its outputs.
-        batch: arguments of the step.
+        batch, named: arguments of the step.
         module: the model, for names; by default the step if that is one.
 
     Gradients, buffers and the state of the random numbers are afterwards as before. Every op is read: this is slow,
     and made for one step. Compiled modules run eagerly.
     """
+    if not callable(step):
+        raise PrecisionError(
+            f"find_nonfinite: a function that makes one step, or a module, is needed, not {type(step).__name__}"
+        )
     root = module if module is not None else (step if isinstance(step, nn.Module) else None)
     names = {} if root is None else _names(root)
     with kept(root), torch.compiler.set_stance("force_eager"), modules_of(root) as where:
         watch = _Watch(where, names)
-        watch.came_in = _in_batch(batch)
+        watch.came_in = _in_batch((*batch, *named.values()))
         with torch.autograd.set_detect_anomaly(True, check_nan=False), watch:
-            _run(step, batch, watch)
+            _run(lambda: step(*batch, **named), isinstance(step, nn.Module), watch)
         watch.ended()
     return watch.result()
 
@@ -88,10 +96,10 @@ def _names(root: nn.Module) -> dict[int, str]:
     return {t.data_ptr(): name for name, t in named if not is_lazy(t) and t.numel()}
 
 
-def _run(step: Callable[..., Any] | nn.Module, batch: tuple[Any, ...], watch: _Watch) -> None:
+def _run(step: Callable[[], Any], backward: bool, watch: _Watch) -> None:
     try:
-        out = step(*batch)
-        if isinstance(step, nn.Module):
+        out = step()
+        if backward:
             loss = loss_of(out)
             if loss is not None:
                 watch.loss_finite = _finite(loss)

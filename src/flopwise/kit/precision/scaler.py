@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -11,7 +12,8 @@ from torch import nn
 from torch.amp.grad_scaler import OptState
 
 from flopwise.errors import PrecisionError
-from flopwise.kit.precision import alarm, clipping
+from flopwise.kit.precision import alarm, arguments, clipping
+from flopwise.kit.precision.arguments import power_of_two
 from flopwise.kit.precision.checking import check, group_of
 from flopwise.kit.precision.knowing import KnowingScaler
 from flopwise.kit.precision.late import Late
@@ -38,10 +40,10 @@ class DynamicScaler(KnowingScaler):
         growth_factor, backoff_factor, growth_interval, enabled: as GradScaler has them. Growth is for
             `schedule="growth"` only.
         schedule: "magnitude": every `review_steps` updates the scale becomes the largest power of two that keeps
-            `headroom` between the largest gradient since the last review and 65504. "growth": GradScaler's own
-            schedule, equal to it to the bit down to `min_scale`.
+            `headroom` between the largest gradient since the last review (of every tenth update, if that is in 100) and
+            65504. "growth": GradScaler's own schedule, equal to it to the bit down to `min_scale`.
         headroom: a power of two. It leaves room for gradients of activations, which are not seen, and for growth.
-        min_scale, max_scale: bounds of the scale. The scale never reaches 0.
+        min_scale, max_scale: bounds of the scale, powers of two. The scale never reaches 0.
         alarm_skips: consecutive skipped steps after which a warning names what is not finite.
         alarm_frac: share of the last 100 updates that were skipped, from which on it is warned of.
         model: for names in the alarm.
@@ -78,13 +80,18 @@ class DynamicScaler(KnowingScaler):
     ) -> None:
         if schedule not in ("magnitude", "growth"):
             raise PrecisionError(f"schedule={schedule!r}: it is 'magnitude' or 'growth'")
-        if alarm_skips < 1:
-            raise PrecisionError(f"alarm_skips={alarm_skips}: it must be at least 1")
-        if not 0 < alarm_frac <= 1:
-            raise PrecisionError(f"alarm_frac={alarm_frac}: it is a share, above 0 and at most 1")
+        arguments.count("alarm_skips", alarm_skips)
+        arguments.count("growth_interval", growth_interval)
+        arguments.between("growth_factor", growth_factor, 1.0, math.inf, "above 1, and finite")
+        arguments.between("backoff_factor", backoff_factor, 0.0, 1.0, "above 0 and below 1")
+        if not arguments.is_number(alarm_frac) or not 0 < alarm_frac <= 1:
+            raise PrecisionError(f"alarm_frac={alarm_frac!r}: it is a share, above 0 and at most 1")
+        if model is not None:
+            arguments.module_of("model", model)
         follows = schedule == "magnitude"
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = _type(device) or ("cuda" if torch.cuda.is_available() else "cpu")
         start = init_scale if init_scale is not None else (1024.0 if follows else 2.0**16)
+        start = arguments.scale_of("init_scale", start)
         self.min_scale = min_scale if min_scale is not None else 2.0 ** (-24 if follows else -100)
         super().__init__(
             MagnitudeSchedule(review_steps, headroom, self.min_scale, max_scale), verbose,
@@ -135,6 +142,7 @@ class DynamicScaler(KnowingScaler):
         """
         if not self._enabled:
             return
+        arguments.optimizer_of("unscale_", optimizer)
         self._heard_clip(optimizer)
         key = self._left.know(optimizer)
         stage = self._per_optimizer_states[key]["stage"]
@@ -171,6 +179,7 @@ class DynamicScaler(KnowingScaler):
                 f"step() at {users_line()} of {type(optimizer).__name__} with a closure: a step that computes gradients by itself cannot be "
                 "checked before. Call backward first, then step without it; LBFGS needs bfloat16 or float32."
             )
+        arguments.optimizer_of("step", optimizer)
         kwargs = {name: value for name, value in kwargs.items() if name != "closure"}
         self._heard_clip(optimizer)
         key = self._left.know(optimizer)
@@ -212,8 +221,11 @@ class DynamicScaler(KnowingScaler):
                 states.clear()  # only optimizers without gradients
                 self._backwards = 0
             return
+        if arguments.is_number(new_scale):  # a tensor is not read: a device would be waited for
+            new_scale = arguments.scale_of("update: new_scale", new_scale)
         deferred = self._left_out
         if new_scale is not None or (deferred is None and self._captured()):
+            self._powers = self._powers and new_scale is None
             super().update(new_scale)
             self._end_of_window(states)
             return
@@ -263,7 +275,10 @@ class DynamicScaler(KnowingScaler):
             return
         scale, late = self._scale, self._rows(self._scale)
         for row, strays in zip(self._unread.unbind(), left, strict=False):
-            late.write([row[0]], row[1])
+            amax = row[0]
+            if self.schedule == "magnitude" and not self._magnitude.looks(self._updates + 1):
+                amax = torch.where(torch.isfinite(amax), 0.0, math.inf)  # as a step by itself
+            late.write([amax], row[1])
             self._updates += 1
             before = scale.clone() if strays else None
             self._review_if_due(late, scale)
@@ -284,8 +299,13 @@ class DynamicScaler(KnowingScaler):
         scale that is a power of two. Call it after backward and before `step`.
 
         Raises:
-            PrecisionError: some of the parameters' gradients are unscaled and others are not.
+            PrecisionError: some of the parameters' gradients are unscaled and others are not; or no norm has that bound.
         """
+        bounded = isinstance(max_norm, torch.Tensor) or arguments.is_number(max_norm)
+        if not bounded or (not isinstance(max_norm, torch.Tensor) and not max_norm >= 0):
+            raise PrecisionError(
+                f"clip_grad_norm_: max_norm={max_norm!r}: it must be a number of at least 0"
+            )
         params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if not self._enabled or self._scale is None:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
@@ -299,10 +319,10 @@ class DynamicScaler(KnowingScaler):
             )
         if mixed == {True}:
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-        # What overflows is what backward made, not what clipping leaves of it.
-        grads = [local(p.grad) for p in params if p.grad is not None and not p.grad.is_sparse]
-        _, amaxes = check(grads, self._scale.device)
-        self._amaxes.setdefault(_CLIPPED, []).extend(amaxes)
+        if self._looks():  # at what backward made, not at what clipping leaves of it
+            grads = [local(p.grad) for p in params if p.grad is not None and not p.grad.is_sparse]
+            _, amaxes = check(grads, self._scale.device)
+            self._amaxes.setdefault(_CLIPPED, []).extend(amaxes)
         return clipping.clip_scaled(params, max_norm, norm_type, self._scale)
 
     def report(self, scheduler: Any = None) -> str:
@@ -316,11 +336,23 @@ class DynamicScaler(KnowingScaler):
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
+    def _looks(self) -> bool:
+        if self.schedule != "magnitude":
+            return False
+        if self._left_out is not None:
+            return True  # a graph does the same in every replay
+        return self._magnitude.looks(self._updates + 1) and not self._capturing()
+
     def _reviews_next(self) -> bool:
         due = self.schedule == "magnitude" and self._magnitude.due(self._updates + 1)
-        if self._left_out is not None:
-            return False
-        return due and not (self._device == "cuda" and torch.cuda.is_current_stream_capturing())
+        return due and self._left_out is None and not self._capturing()
+
+    def _exact(self) -> bool:
+        factors = (self._growth_factor, self._backoff_factor, self.min_scale)
+        return self._powers and all(map(power_of_two, factors))
+
+    def _capturing(self) -> bool:
+        return self._device == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _review_if_due(self, late: Late, scale: torch.Tensor) -> None:
         if self.schedule == "magnitude" and self._magnitude.due(self._updates):
@@ -371,7 +403,7 @@ class DynamicScaler(KnowingScaler):
             self._growth_factor = growth_factor
 
     def _captured(self) -> bool:
-        if self._device != "cuda" or not torch.cuda.is_current_stream_capturing():
+        if not self._capturing():
             return False
         self._once.say(
             "captured",
@@ -394,6 +426,14 @@ class DynamicScaler(KnowingScaler):
             words = clipping.words(heard, self.get_scale())
             if words is not None:
                 self._once.say("clip", words)
+
+
+def _type(device: Any) -> str | None:
+    """Returns the type of a device."""
+    try:
+        return None if device is None else torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise PrecisionError(f"device={device!r}: it is no device of torch") from error
 
 
 def _at(place: str | None) -> str:

@@ -9,11 +9,14 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from flopwise.errors import PrecisionError
+from flopwise.kit.precision.arguments import LEAST, MOST, count, power_of_two
 from flopwise.kit.precision.statistics import scale_for, underflow
 
 #: Reviews for which an overflow keeps the scale below the one that overflowed: 20 of 100 steps are the 2,000 steps
 #: after which GradScaler tries the next power of two (torch.amp.GradScaler, growth_interval).
 CEILING_REVIEWS = 20
+#: Updates between two reviews whose gradients are looked at, at least: each takes one more pass over them.
+LOOKS = 10
 #: Ceilings take at most this factor from what gradients allow: with a headroom of 16 the largest gradient is then 4096
 #: times below 65504, and what still is not finite does not come from the scale (a bad batch, say).
 CEILING_MARGIN = 256.0
@@ -34,14 +37,16 @@ class MagnitudeSchedule:
     """
 
     def __init__(self, review_steps: int, headroom: float, least: float, most: float) -> None:
-        if headroom < 1 or math.frexp(headroom)[0] != 0.5:
-            raise PrecisionError(f"headroom={headroom}: it must be a power of two of at least 1")
-        if review_steps < 1:
-            raise PrecisionError(f"review_steps={review_steps}: it must be at least 1")
-        if not 0 < least <= most:
-            raise PrecisionError(
-                f"min_scale={least:g}, max_scale={most:g}: 0 < min_scale <= max_scale"
-            )
+        if not power_of_two(headroom) or headroom < 1:
+            raise PrecisionError(f"headroom={headroom!r}: it must be a power of two of at least 1")
+        count("review_steps", review_steps)
+        for name, bound in (("min_scale", least), ("max_scale", most)):
+            if not power_of_two(bound) or not LEAST <= bound <= MOST:
+                raise PrecisionError(
+                    f"{name}={bound!r}: it must be a power of two from 2**-126 to 2**126"
+                )
+        if least > most:
+            raise PrecisionError(f"min_scale={least:g} is above max_scale={most:g}")
         self.review_steps, self.headroom, self.least, self.most = (
             review_steps,
             headroom,
@@ -57,6 +62,10 @@ class MagnitudeSchedule:
         self.ceilings = deque((torch.tensor(float(c)) for c in ceilings), maxlen=CEILING_REVIEWS)
         self._shares = None
 
+    def looks(self, updates: int) -> bool:
+        """Returns whether the gradients of this update are looked at: every one, or every n-th of many."""
+        return updates % max(1, self.review_steps // LOOKS) == 0
+
     def due(self, updates: int) -> bool:
         """Returns whether the scale is reviewed after this many updates."""
         return updates % self.review_steps == 0
@@ -70,8 +79,8 @@ class MagnitudeSchedule:
         """Sets the scale in place and returns the review's numbers: largest gradient, scale, three shares.
 
         Args:
-            rows: of the updates since the last review, [n, 2]: largest scaled gradient, scale. A step whose gradients
-                were not finite says what its scale must stay below, and nothing of the gradients.
+            rows: of the updates since the last review, [n, 2]: largest scaled gradient (0 where nobody looked), scale. A
+                step whose gradients were not finite says what its scale must stay below, and nothing of the gradients.
             backoff: a scale that overflowed, times this, is a ceiling for the next 20 reviews.
         """
         amax, scales = rows.unbind(1)

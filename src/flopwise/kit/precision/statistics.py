@@ -45,9 +45,16 @@ def by_device(
     tensors: Iterable[torch.Tensor],
 ) -> dict[torch.device, dict[torch.dtype, list[torch.Tensor]]]:
     """Returns the tensors grouped as multi-tensor kernels need them."""
-    groups: dict[torch.device, dict[torch.dtype, list[torch.Tensor]]] = {}
+    flat: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        groups.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(tensor)
+        key = tensor.device, tensor.dtype
+        if key in flat:
+            flat[key].append(tensor)
+        else:
+            flat[key] = [tensor]
+    groups: dict[torch.device, dict[torch.dtype, list[torch.Tensor]]] = {}
+    for (device, dtype), same in flat.items():
+        groups.setdefault(device, {})[dtype] = same
     return groups
 
 

@@ -7,9 +7,11 @@ both agree; where a script has set the new ones alone, only the new ones are.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ class Flags:
     @staticmethod
     def read() -> Flags:
         """Returns the switches of this process."""
+        _say_once()
         return Flags({n: b.fp32_precision for n, b in _new().items()}, _matmul(), _cudnn())
 
     def conflict(self) -> str | None:
@@ -110,6 +113,15 @@ def _after_failures() -> None:
         first = next(iter(_BACKWARDS.values()))
         _BACKWARDS.clear()
         first.restore()
+
+
+@cache
+def _say_once() -> None:
+    """Has torch say once, unheard, that the old switches are deprecated (torch 2.9 to 2.11, at their first use)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _matmul()
+        _cudnn()
 
 
 def _matmul() -> bool | None:

@@ -17,7 +17,7 @@ from flopwise.kit.precision.checking import (
     share,
 )
 from flopwise.kit.precision.leftovers import Leftovers
-from flopwise.kit.precision.masked_step import copied, has_state, masked_step, unmaskable
+from flopwise.kit.precision.masked_step import Copies, copied, has_state, masked_step, unmaskable
 from flopwise.kit.precision.saying import Once, users_line
 from flopwise.kit.precision.statistics import gradients
 
@@ -43,6 +43,10 @@ class UnwaitingScaler(GradScaler):
     ) -> None:
         if unfused not in ("auto", "wait", "masked"):
             raise PrecisionError(f"unfused={unfused!r}: it is 'auto', 'wait' or 'masked'")
+        if process_group not in (None, True) and not hasattr(process_group, "allreduce"):
+            raise PrecisionError(
+                f"process_group={process_group!r}: it is a torch.distributed.ProcessGroup, or True for the default one"
+            )
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -84,8 +88,18 @@ class UnwaitingScaler(GradScaler):
                 "under autocast, or give them float32 copies by flopwise.kit.precision.MasterWeights."
             )
         return self._checked(
-            optimizer, check_and_unscale(grads, found_inf, inv_scale), found_inf.device
+            optimizer,
+            check_and_unscale(grads, found_inf, inv_scale, self._looks()),
+            found_inf.device,
         )
+
+    def _looks(self) -> bool:
+        """Returns whether the magnitudes of this step's gradients are wanted."""
+        return True
+
+    def _exact(self) -> bool:
+        """Returns whether the scale is known to be a power of two: multiplying by its inverse is then dividing by it."""
+        return False
 
     def _checked(
         self, optimizer: torch.optim.Optimizer, checked: Checked, home: torch.device
@@ -110,16 +124,29 @@ class UnwaitingScaler(GradScaler):
     def _fused_step(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> float | None:
-        """Steps a fused optimizer with what GradScaler would give it, by fewer kernels."""
+        """Steps a fused optimizer with what GradScaler would give it, by fewer kernels and passes.
+
+        The kernels of fused optimizers divide gradients by `grad_scale` and write them back. Where multiplying them is the
+        same to the bit, the check does so instead: it writes them anyway.
+        """
         state = self._per_optimizer_states[id(optimizer)]
         scale, _ = self._check_scale_growth_tracker("step")
         ready = state["stage"] is OptState.READY
+        divides = False
         if ready:
-            checked = check(self._gradients(optimizer), scale.device)
+            grads = self._gradients(optimizer)
+            divides = not self._exact() or any(g.dtype is not torch.float32 for g in grads)
+            if divides:
+                checked = check(grads, scale.device)
+            else:
+                found = torch.zeros((), device=scale.device)
+                checked = check_and_unscale(grads, found, scale.reciprocal(), self._looks())
             state["found_inf_per_device"] = self._checked(optimizer, checked, scale.device)
-        founds = [f.to(scale.device) for f in state["found_inf_per_device"].values()]
+        founds = [
+            f.to(scale.device, non_blocking=True) for f in state["found_inf_per_device"].values()
+        ]
         takes = cast(Any, optimizer)
-        takes.grad_scale = scale if ready else None
+        takes.grad_scale = scale if divides else None
         takes.found_inf = founds[0] if len(founds) == 1 else torch.stack(founds).amax()
         try:
             result = optimizer.step(*args, **kwargs)
@@ -139,12 +166,12 @@ class UnwaitingScaler(GradScaler):
         before = self._copied(optimizer) if self._masks(optimizer, found) else None
         if before is None:
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        total = torch.stack([f.to(found[0].device, non_blocking=True) for f in found]).amax()
+        total = found[0]
+        if len(found) > 1:
+            total = torch.stack([f.to(total.device, non_blocking=True) for f in found]).amax()
         return cast("float | None", masked_step(optimizer, before, total, *args, **kwargs))
 
-    def _copied(
-        self, optimizer: torch.optim.Optimizer
-    ) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
+    def _copied(self, optimizer: torch.optim.Optimizer) -> list[Copies] | None:
         """Returns copies of what a step may change; None, from now on, where memory does not hold them."""
         try:
             return copied(optimizer)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from flopwise.kit.nested import tensors_in
+from flopwise.kit.precision.arguments import module_of
 from flopwise.units import size
 
 #: Layers whose products autocast makes in 16 bits, so that their weights are needed in no other dtype.
@@ -63,6 +64,7 @@ def weight_memory(
     Args:
         masters: float32 copies of weights (`MasterWeights.memory` gives its own).
     """
+    module_of("weight_memory", model)
     single = isinstance(optimizers, torch.optim.Optimizer)
     several: list[Any] = [optimizers] if single else list(optimizers)  # type: ignore[arg-type]
     masters, params = list(masters), list(model.parameters())
