@@ -56,7 +56,7 @@ def channel_by_channel(scene: Scene) -> ChannelByChannel:
     if not found.conversions:
         return found
     for call in scene.calls:
-        if _spatial(call) and _lies_so(call.tensors[0]):
+        if _spatial(call) and by_channel(call.tensors[0]):
             found.others.append(call)
             floor = _floor_ns(scene, call) or call.ns
             found.above_ns[call.row] = max(0.0, call.ns - floor)
@@ -69,7 +69,7 @@ def _spatial(call: Called) -> bool:
     return bool(call.tensors) and (call.op in _PASSES or "pool" in call.op)
 
 
-def _lies_so(tensor: Tensor) -> bool:
+def by_channel(tensor: Tensor) -> bool:
     """Whether images lie channel by channel; where strides were not recorded, they are taken to."""
     shape, strides = tensor.operand.shape, tensor.strides
     if len(shape) not in (4, 5) or shape[1] == 1:

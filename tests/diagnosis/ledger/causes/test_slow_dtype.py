@@ -90,3 +90,46 @@ def test_what_runs_on_tf32_is_not_told_to(job: Any, found: Any) -> None:
     finding = found(job)["slow-dtype"]
     assert "TF32" not in finding.advice
     assert finding.alternatives == []
+
+
+IMAGES = ([64, 192, 95, 95], "float")
+
+
+def test_depthwise_convolutions_gain_nothing(job: Any, found: Any) -> None:
+    # 2 x 9 FLOPs for each of 111 M numbers, without tensor cores; a product beside it makes the finding
+    filters, none = ([192, 1, 3, 3], "float"), ([], "Scalar")
+
+    def body() -> None:
+        job.op("aten::mm", 3000, WIDE, WIDE, kernel="sgemm")
+        job.op("aten::_conv_depthwise2d", 3000, IMAGES, filters, "[3, 3]", none, "[1, 1]", "[1, 1]", "[1, 1]")  # fmt: skip
+
+    finding = found(job.steps(6, body))["slow-dtype"]
+    left_us = (
+        3000 + 3000 * 66.9 / 989.5 + cast_us(2 * 2048**2) + cast_us(192 * 9 + 64 * 192 * 95**2)
+    )
+    assert finding.predicted_gain_frac == pytest.approx(1 - (left_us + 10) / 6010, abs=0.01)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_batch_norm_takes_longer_where_channels_are_not_last(
+    job: Any, found: Any, last: bool
+) -> None:
+    strides = [[192 * 95 * 95, 1, 95 * 192, 192] if last else [192 * 95 * 95, 95 * 95, 95, 1], [1]]
+
+    def body() -> None:
+        job.op("aten::mm", 3000, WIDE, WIDE, kernel="sgemm")
+        job.op("aten::cudnn_batch_norm", 1000, IMAGES, ([192], "float"), strides=strides)
+        job.op("aten::clamp_min", 500, IMAGES, 0.0)  # between two norms
+        job.op("aten::clamp_min", 500, ([8, 8], "float"), 0.0)  # anywhere else
+
+    finding = found(job.steps(6, body))["slow-dtype"]
+    norm_us = 1000 if last else 1670
+    left_us = 3000 * 66.9 / 989.5 + cast_us(2 * 2048**2) + norm_us + 250 + 500
+    assert finding.predicted_gain_frac == pytest.approx(1 - (left_us + 10) / 5010, abs=0.01)
+
+
+def test_the_switch_of_tf32_is_not_that_of_convolutions(job: Any, found: Any) -> None:
+    filters = ([192, 192, 3, 3], "float")
+    pads = ("[1, 1]", "[1, 1]", "[1, 1]", 1, "False", "False", "False")
+    job.steps(6, lambda: job.op("aten::cudnn_convolution", 9000, IMAGES, filters, *pads))
+    assert found(job)["slow-dtype"].alternatives == []
