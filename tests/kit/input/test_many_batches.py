@@ -94,6 +94,9 @@ def test_loaders_of_torch_with_and_without_workers_and_pool(
     assert pool.held == 0
 
 
+KINDS = {"overwritten", "duplicated", "out of order"}
+
+
 def test_a_broken_fence_is_caught() -> None:
     """Slots are given back to the workers while the loop still reads them."""
     pool = PinnedPool(128, 4, checksums=True)  # fewer than batches under way
@@ -104,7 +107,10 @@ def test_a_broken_fence_is_caught() -> None:
     _, wrong = count_wrong(batches, late_frac=0.1)
     assert wrong > 0
     assert len(batches.findings) > 0
-    assert {f.kind for f in batches.findings} == {"overwritten"}
+    # A slot that was written whole by then holds another batch, which the loop has or will get: that one is twice there
+    assert "overwritten" in {f.kind for f in batches.findings} <= KINDS
     raising = Prefetcher(loader, "cpu", consistency=True, _break_fence=True)
-    with pytest.raises(ConsistencyError, match=r"step \d+, buffer \d+: overwritten"):
+    with pytest.raises(
+        ConsistencyError, match=r"step \d+, buffer \d+: (overwritten|duplicated|out of order)"
+    ):
         count_wrong(raising, late_frac=0.1)
