@@ -14,8 +14,8 @@ import torch._dynamo
 from torch import nn
 
 from flopwise.errors import GraphWarning
+from flopwise.kit.compiler import compiler_problem
 from flopwise.kit.graph import CapturedStep, compile_in_place, suggest_buckets
-from flopwise.kit.graph.compiler import compiler_problem
 
 #: Dynamo's part is the same with every backend; this one generates no code.
 QUICK: dict[str, Any] = {"backend": "eager", "measure": False}

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import shutil
 import signal
 import threading
 import time
@@ -16,13 +17,9 @@ from torch import nn
 
 from flopwise.fixes.catalog import compile_model
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
-from flopwise.fixes.catalog.compile_model import (
-    CompileModel,
-    alarm_problem,
-    break_even_steps,
-    compiler_problem,
-)
+from flopwise.fixes.catalog.compile_model import CompileModel, alarm_problem
 from flopwise.fixes.interface import Declined, Eligible, Facts, Scene
+from flopwise.kit.compiler import break_even_steps, compiler_problem
 from flopwise.meter.replay import Snapshot
 
 # The time limit under test is the alarm signal, which the usual method of pytest-timeout takes for itself.
@@ -120,7 +117,7 @@ class TestDeclines:
         assert isinstance(CompileModel().check(scene(net())), Eligible)
 
     def test_without_a_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compile_model.shutil, "which", lambda name: None)
+        monkeypatch.setattr(shutil, "which", lambda name: None)
         assert compiler_problem(torch.device("cpu")) == "there is no C++ compiler"
 
     def test_outside_the_main_thread(self) -> None:

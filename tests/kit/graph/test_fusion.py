@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flopwise.errors import GraphError
-from flopwise.kit.graph.compiler import compiler_problem
+from flopwise.kit.compiler import compiler_problem
 from flopwise.kit.graph.counting import count_operations
 from flopwise.kit.graph.fusion import fusion_report
 

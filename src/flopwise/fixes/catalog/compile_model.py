@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import os
-import shutil
-import sys
-import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +13,14 @@ from torch import nn
 from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
 from flopwise.fixes.slot import COMPILED, Call, Layers, Slot, forward_problem, inner
 from flopwise.fixes.time_limit import Overdue, alarm_problem, limit_is_set, time_limit
+from flopwise.kit.compiler import (
+    compiler_problem,
+    forget,
+    frame,
+    frames_compiled,
+    stop_compile_workers,
+    tally,
+)
 from flopwise.meter.found import compiled_parts
 from flopwise.meter.kept import kept_module, kept_rng
 from flopwise.meter.parity import compare_forward
@@ -100,7 +102,7 @@ class _Applied(Applied):
         self.disable()
         for compiled in self._compiled:
             compiled.forget()
-        _stop_compile_workers()
+        stop_compile_workers()
 
     def settled(self) -> bool:
         return self._layers.settled()
@@ -145,7 +147,7 @@ class _Applied(Applied):
     @contextmanager
     def limited(self) -> Iterator[None]:
         """Leaves the block when what is left of the time limit has passed, and gives the fix up then."""
-        frames, breaks, spent_s = _frames(), _graph_breaks(), _compile_s()
+        before = tally()
         try:
             with time_limit(self._deadline_s - self.compile_s), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the script did not ask for a compiler's advice
@@ -153,9 +155,10 @@ class _Applied(Applied):
         except Overdue as overdue:
             self._reason = f"compilation {overdue}, continuing eager"
         finally:
-            self.compile_s += _compile_s() - spent_s
-            self._frames += _frames() - frames
-            self._breaks += _graph_breaks() - breaks
+            spent = tally() - before
+            self.compile_s += spent.compile_s
+            self._frames += spent.frames
+            self._breaks += spent.graph_breaks
 
     def given_up(self) -> bool:
         """Whether compiled code is not to be used any more."""
@@ -176,7 +179,7 @@ class _Compiled:
 
     def __init__(self, module: nn.Module, owner: _Applied) -> None:
         self._owner = owner
-        self._frame = _frame(module._call_impl)
+        self._frame = frame(module._call_impl)
         self._function: Call = torch.compile(self._frame)
         self._warm = False
         self.recompiled = 0  # frames compiled by calls of the training after the first
@@ -193,9 +196,9 @@ class _Compiled:
                 return function(*args, **kwargs)
             if not self._warm:
                 return self._first(call, args, kwargs)
-            frames = _frames()
+            frames = frames_compiled()
             result = function(*args, **kwargs)
-            self.recompiled += _frames() - frames
+            self.recompiled += frames_compiled() - frames
             return result
 
         return run
@@ -210,85 +213,7 @@ class _Compiled:
 
     def forget(self) -> None:
         """Drops the compiled code."""
-        reset_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "reset_code", None)
-        if reset_code is not None:
-            reset_code(self._frame.__code__)
-
-
-_NUMBERS = itertools.count()
-
-
-def _frame(call: Call) -> types.FunctionType:
-    """Returns a plain function around a call, with code of its own.
-
-    torch skips the forwards of its own containers, but not this frame; and it keeps compiled code by code object, so
-    two modules must not share one.
-    """
-
-    def frame(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    code = frame.__code__.replace(co_name=f"compiled_call_{next(_NUMBERS)}")
-    return types.FunctionType(code, frame.__globals__, code.co_name, None, frame.__closure__)
-
-
-def compiler_problem(device: torch.device) -> str | None:
-    """Returns why torch.compile cannot generate code for this device here, or None."""
-    if sys.platform == "win32":
-        return "not tested on Windows"
-    if device.type == "cpu":
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
-        try:
-            compiler = get_cpp_compiler()
-        except Exception:
-            compiler = ""
-        if not compiler or shutil.which(compiler) is None:
-            return "there is no C++ compiler"
-        return None
-    if device.type != "cuda":
-        return f"not tested on devices of type {device.type}"
-    from torch.utils._triton import has_triton
-
-    if not has_triton():
-        return "there is no Triton for this GPU"
-    if not any(shutil.which(c) for c in (os.environ.get("CC", ""), "gcc", "cc", "clang") if c):
-        return "there is no C compiler, which Triton needs"
-    return None
-
-
-def break_even_steps(compile_s: float, old_s: float, new_s: float) -> int | None:
-    """Returns after how many steps a compilation is paid back, None if never."""
-    return math.ceil(compile_s / (old_s - new_s)) if new_s < old_s else None
-
-
-def _frames() -> int:
-    """Returns how many frames Dynamo has compiled in this process."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    return int(utils.counters["frames"]["ok"]) if utils is not None else 0
-
-
-def _compile_s() -> float:
-    """Returns the seconds that torch has spent compiling in this process, forward and backward."""
-    utils = sys.modules.get("torch._dynamo.utils")
-    return (
-        float(utils.calculate_time_spent().get("total_wall_time", 0.0))
-        if utils is not None
-        else 0.0
-    )
-
-
-def _graph_breaks() -> int:
-    utils = sys.modules.get("torch._dynamo.utils")
-    return sum(utils.counters["graph_break"].values()) if utils is not None else 0
-
-
-def _stop_compile_workers() -> None:
-    """Ends the compiler's worker processes, which wait for more to compile."""
-    module = sys.modules.get("torch._inductor.async_compile")
-    stop: Callable[[], None] | None = getattr(module, "shutdown_compile_workers", None)
-    if stop is not None:
-        stop()
+        forget(self._frame)
 
 
 def _failed(reason: str) -> Parity:

@@ -14,10 +14,7 @@ import torch
 from torch import nn
 
 from flopwise.errors import GraphError
-from flopwise.kit.graph.arguments import check_module
-from flopwise.kit.graph.compile_report import CompileReport, varying
-from flopwise.kit.graph.compiled_calls import CompiledCall, Settings, calls_off, calls_on
-from flopwise.kit.graph.compiler import (
+from flopwise.kit.compiler import (
     break_even_steps,
     call_problem,
     compiler_problem,
@@ -25,6 +22,9 @@ from flopwise.kit.graph.compiler import (
     frames_tried,
     tally,
 )
+from flopwise.kit.graph.arguments import check_module
+from flopwise.kit.graph.compile_report import CompileReport, varying
+from flopwise.kit.graph.compiled_calls import CompiledCall, Settings, calls_off, calls_on
 from flopwise.kit.graph.deadline import Overdue, Within, modes_problem
 from flopwise.kit.graph.events import Mark
 from flopwise.kit.graph.kept import device_of, kept, without_dropout

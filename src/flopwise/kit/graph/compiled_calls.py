@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopwise.kit.compiler import forget, frame
 from flopwise.kit.graph.arguments import check_above_zero, check_whole
-from flopwise.kit.graph.compiler import forget, frame
 from flopwise.kit.graph.regions import likeness
 
 #: A compilation that takes longer is abandoned.

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from flopwise.kit.graph.compiler import stop_compile_workers
+from flopwise.kit.compiler import stop_compile_workers
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from flopwise.errors import GraphError
+from flopwise.kit.compiler import call_problem, compiler_problem, forget, frame
 from flopwise.kit.graph.arguments import check_module
-from flopwise.kit.graph.compiler import call_problem, compiler_problem, forget, frame
 from flopwise.kit.graph.counting import count_operations
 from flopwise.kit.graph.kept import device_of, kept
 from flopwise.kit.graph.numerics import Call, scalar

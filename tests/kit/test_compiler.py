@@ -10,8 +10,8 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from flopwise.kit.graph import compiler
-from flopwise.kit.graph.compiler import (
+from flopwise.kit import compiler
+from flopwise.kit.compiler import (
     break_even_steps,
     call_problem,
     compiler_problem,
