@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,11 @@ def test_a_docstring_without_its_headings_is_an_error(doc: str | None) -> None:
     Undocumented.__doc__ = doc
     with pytest.raises(ValueError, match="Undocumented"):
         Undocumented.sections()
+
+
+def test_the_fixes_load_no_room_of_the_kit() -> None:
+    code = "import sys, flopwise.fixes.registry; print([m for m in sys.modules if m.startswith('flopwise.kit.')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    rooms = {"input", "precision", "memory", "graph"}
+    assert not {name for name in rooms if f"flopwise.kit.{name}" in done.stdout}
+    assert "flopwise.kit.compiler" in done.stdout

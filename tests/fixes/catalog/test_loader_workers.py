@@ -26,7 +26,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.interface import Declined, Eligible, Scene
 from flopwise.hardware import limits
-from flopwise.kit.input.worker_count import choose_workers
+from flopwise.kit.worker_count import choose_workers
 
 ORIGINAL = _SingleProcessDataLoaderIter._next_data
 

@@ -13,12 +13,12 @@ from torch.utils.data.distributed import DistributedSampler
 from flopwise.fixes.feed import PREFETCH, Feed
 from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, share_reason
 from flopwise.fixes.loader_setting import LoaderSetting, fingerprint
-from flopwise.kit.input.worker_count import (
+from flopwise.kit.nested import tensors_in
+from flopwise.kit.worker_count import (
     choose_workers,
     most_workers_by_memory,
     shared_memory_problem,
 )
-from flopwise.kit.nested import tensors_in
 from flopwise.meter.parity import compare_batches
 from flopwise.meter.replay import Snapshot
 from flopwise.records.verdict import Parity

@@ -24,7 +24,7 @@ from flopwise.kit.input.loader_copy import (
 )
 from flopwise.kit.input.prefetcher import Prefetcher
 from flopwise.kit.input.trial import HEAD, LEAST_STEPS, LoaderTrial, TrialRun
-from flopwise.kit.input.worker_count import (
+from flopwise.kit.worker_count import (
     choose_workers,
     most_workers_by_memory,
     shared_memory_problem,

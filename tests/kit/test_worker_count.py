@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from flopwise.hardware import limits
-from flopwise.kit.input import worker_count
-from flopwise.kit.input.worker_count import (
+from flopwise.kit import worker_count
+from flopwise.kit.worker_count import (
     choose_workers,
     most_workers_by_memory,
     shared_memory_problem,
