@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import copy
 import random
 import warnings
@@ -18,6 +19,8 @@ from torch import nn
 from flopwise.errors import GraphWarning
 from flopwise.kit.graph.buckets import Buckets
 from flopwise.kit.graph.captured import CapturedStep
+
+OPTIMIZER = sys.modules[torch.optim.ASGD.__module__].__file__
 
 
 class Net(nn.Module):
@@ -260,6 +263,26 @@ def test_a_step_that_waits_for_the_device(graphs: Any) -> None:
     graphs.waits = ["train.py:31"]
     options = {"lr": 0.125, "fused": True}
     fallback(graphs, torch.optim.SGD, options, batches(9), "wait for the device, at train.py:31")
+
+
+def test_what_waits_only_in_the_optimizers_own_form(graphs: Any) -> None:
+    """ASGD reads its step count on the host, but not in the form that is captured."""
+    net, optimizer, step = training(torch.optim.Adam, lr=0.125)
+    captured = CapturedStep(step, net, optimizer, surface=graphs)
+    graphs.waits = [f"{OPTIMIZER}:417"]
+    data = batches(12)
+    for batch in data[:4]:  # as far as the look
+        captured(*batch)
+    graphs.waits = []
+    for batch in data[4:]:
+        captured(*batch)
+    assert captured.report().reason is None
+    assert captured.report().graphs == 1
+
+
+def test_a_capturable_form_that_waits(graphs: Any) -> None:
+    graphs.waits = [f"{OPTIMIZER}:417"]
+    fallback(graphs, torch.optim.Adam, {"lr": 0.125}, batches(9), "wait for the device, at .*asgd")
 
 
 def test_a_step_with_item_in_it_that_no_look_found(graphs: Any) -> None:

@@ -15,6 +15,29 @@ from flopwise.kit.graph.fusion import fusion_report
 COMPILES = compiler_problem(torch.device("cpu")) is None
 
 
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(self.norm(self.second(F.relu(self.first(x))))).square().mean()
+
+
+@pytest.mark.skipif(not COMPILES, reason="needs a C++ compiler")
+def test_a_kernel_with_several_results_is_one() -> None:
+    """A convolution's backward gives two or three gradients, each a node of the compiler's without a kernel."""
+    report = fusion_report(Convolutions(), torch.randn(2, 3, 12, 12))
+    backward = [
+        k for k in report.kernels if k.operations and "convolution_backward" in k.operations
+    ]
+    calls = [k for k in backward if k.moved_bytes > 0]
+    assert len(backward) == len(calls)
+    assert all(k.moved_bytes > 0 for k in report.kernels)
+    assert report.launches_before is None
+
+
 class Chain(nn.Module):
     def __init__(self) -> None:
         super().__init__()

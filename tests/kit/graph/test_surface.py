@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import itertools
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from flopwise.kit.graph.surface import CudaSurface, NoSurface, is_move
+from flopwise.kit.graph.surface import CudaSurface, NoSurface, is_move, is_optimizers
+
+OPTIMIZER = sys.modules[torch.optim.ASGD.__module__].__file__
 
 
 class Device:
@@ -240,3 +243,9 @@ def test_a_move_of_a_batch_is_told_from_other_waits(tmp_path: Any) -> None:
     script.write_text("x = x.to(device)\ny = y.cuda()\nprint(loss.item())\n", encoding="utf-8")
     assert [is_move(f"{script}:{line}") for line in (1, 2, 3, 9)] == [True, True, False, False]
     assert not is_move("nowhere")
+
+
+def test_places_in_optimizers() -> None:
+    assert is_optimizers(f"{OPTIMIZER}:417")
+    assert not is_optimizers(f"{torch.nn.utils.clip_grad.__file__}:12")
+    assert not is_optimizers("train.py:3")

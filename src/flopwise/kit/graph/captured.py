@@ -23,7 +23,7 @@ from flopwise.kit.graph.saved import Constants, Saved, distance, state_bytes, st
 from flopwise.kit.graph.saying import warn
 from flopwise.kit.graph.shapes import Shape, StepReport, advice
 from flopwise.kit.graph.signature import Unseen, fill, plain_values, signature, sizes, static_copy
-from flopwise.kit.graph.surface import CudaSurface, NoSurface, Surface, is_move
+from flopwise.kit.graph.surface import CudaSurface, NoSurface, Surface, is_move, is_optimizers
 from flopwise.kit.nested import map_tensors, tensors_in
 
 #: A replay may differ from eager by so many times what two eager runs of one step differ by.
@@ -285,9 +285,9 @@ class CapturedStep:
         elif problem is not None:
             self._give_up(problem)
         elif self._form_proven or not self._scaled:
-            self._refuse_waits(
-                syncs, (args, kwargs)
-            )  # a scaler may wait in the optimizer's own form only
+            # A scaler may wait in the optimizer's own form only, and so may an optimizer (ASGD reads its step count).
+            own = [] if self._form_proven else [place for place in syncs if is_optimizers(place)]
+            self._refuse_waits([place for place in syncs if place not in own], (args, kwargs))
         missing = next((w for w in (f.waiting() for f in self._forms) if w), None)
         shape.looked = missing is None
         if missing is not None and self._calls >= self._patience:

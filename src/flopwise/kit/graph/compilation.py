@@ -182,6 +182,8 @@ class Compiled:
         self._limits = (tally() - self._start).limits
         self._compile_s = max(self._compile_s, (tally() - self._start).compile_s)
         problem = problem or self._verdict(kind, spent.frames, spent.limits)
+        for part in self._parts:
+            part.told.clear()  # nobody has heard it
         if problem is not None:
             self._stop(kind, problem)
 
@@ -218,7 +220,8 @@ class Compiled:
         limit, breaks = self._settings.most_breaks, self._mark.breaks()
         eager_s, compiled_s = self._times.get("eager"), self._times.get("compiled")
         if frames == 0:
-            return "nothing was compiled"
+            told = next((words for part in self._parts for words in part.told), None)
+            return "nothing was compiled" + (f": it {told}" if told else "")
         if len(breaks) > limit:
             places = "; ".join(str(b) for b in breaks[:3])
             return f"{len(breaks)} graph breaks, more than {limit}, first at {places}"

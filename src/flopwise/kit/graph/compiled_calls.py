@@ -12,6 +12,7 @@ from torch import nn
 
 from flopwise.kit.compiler import forget, frame
 from flopwise.kit.graph.arguments import check_above_zero, check_whole
+from flopwise.kit.graph.graph_memory import copied_out
 from flopwise.kit.graph.regions import likeness
 
 #: A compilation that takes longer is abandoned.
@@ -63,6 +64,7 @@ class CompiledCall:
         self._before = vars(module).get("_compiled_call_impl")
         self._frames: dict[str, types.FunctionType] = {}
         self._functions: dict[str, Callable[..., Any]] = {}
+        self.told: set[str] = set()  # what has been said about this module
 
     def function(self, kind: str) -> Callable[..., Any]:
         """Returns the compiled call for training or evaluation."""
@@ -75,8 +77,11 @@ class CompiledCall:
             )
             s = self._settings
             self._frames[kind] = shared
-            self._functions[kind] = torch.compile(
+            compiled = torch.compile(
                 shared, mode=s.mode, backend=s.backend, dynamic=s.dynamic, options=s.options
+            )
+            self._functions[kind] = (
+                copied_out(self.module, compiled, self.told) if s.has_graphs() else compiled
             )
         return self._functions[kind]
 

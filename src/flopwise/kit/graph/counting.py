@@ -68,7 +68,8 @@ def count_kernels(run: Callable[[], object], device: torch.device) -> int:
 
     run()
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
+    both = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+    with profile(activities=both, acc_events=True) as seen:  # without it torch 2.11 and later warn
         run()
         torch.cuda.synchronize(device)
     events = seen.events() or ()

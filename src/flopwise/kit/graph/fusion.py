@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import nn
 from flopwise.errors import GraphError
 from flopwise.kit.compiler import call_problem, compiler_problem, forget, frame
 from flopwise.kit.graph.arguments import check_module
-from flopwise.kit.graph.counting import count_operations
+from flopwise.kit.graph.counting import count_kernels, count_operations
 from flopwise.kit.graph.kept import device_of, kept
 from flopwise.kit.graph.numerics import Call, scalar
 from flopwise.kit.nested import tensors_in
@@ -37,26 +38,35 @@ class FusionReport:
     """Forward and backward of one call, eager and compiled.
 
     Bytes are those of the tensors that operations or kernels read and write, each once: what has to be moved if no
-    cache helps. They are counted, not measured.
+    cache helps. They are counted, not measured. An eager operation may launch several kernels, and is one here; the
+    compiler takes some apart (batch norms in training), so that there may be more kernels than there were operations.
     """
 
     kernels_before: int  # eager operations that compute
-    kernels_after: int
+    kernels_after: int  # in the compiled code: generated ones, and calls of libraries
     bytes_before: int
     bytes_after: int
     kernels: tuple[FusedKernel, ...]  # most bytes first
+    launches_before: int | None = None  # kernels on a GPU, by the profiler; None: not asked for
+    launches_after: int | None = None
 
     def __str__(self) -> str:
         lines = [
             f"{self.kernels_before} operations to {self.kernels_after} kernels, "
             f"{size(self.bytes_before)} to {size(self.bytes_after)} moved"
         ]
+        if self.launches_before is not None:
+            lines.append(f"{self.launches_before} launches to {self.launches_after}")
         lines += [f"  {k}" for k in self.kernels[:5] if len(k.operations) > 1]
         return "\n".join(lines)
 
 
 def fusion_report(
-    model: nn.Module, *args: Any, loss: Callable[[Any], torch.Tensor] | None = None, **kwargs: Any
+    model: nn.Module,
+    *args: Any,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    measure: bool = False,
+    **kwargs: Any,
 ) -> FusionReport:
     """Returns what torch.compile fuses in forward and backward of one call; the model is left as it was.
 
@@ -64,6 +74,7 @@ def fusion_report(
         model: in the mode in which it is to be looked at.
         args, kwargs: one call of it.
         loss: makes the scalar that backward starts from; None for a scalar output, or the mean square of outputs.
+        measure: on a GPU, count what both launch, by the profiler, which slows what the host launches later.
 
     Raises:
         GraphError: there is no compiler here, the model's call cannot be replaced, or it cannot be compiled.
@@ -71,7 +82,8 @@ def fusion_report(
     check_module(model, "fusion_report")
     if loss is not None and not callable(loss):
         raise GraphError(f"loss={loss!r}: it is a function that makes a scalar of the output")
-    problem = compiler_problem(device_of(model)) or call_problem(model)
+    device = device_of(model)
+    problem = compiler_problem(device) or call_problem(model)
     if problem is not None:
         raise GraphError(f"what fuses in {type(model).__name__} cannot be told: {problem}")
     call = Call(args, kwargs, loss)
@@ -90,9 +102,15 @@ def fusion_report(
         warnings.simplefilter("ignore")
         operations, eager_bytes = count_operations(lambda: step(model._call_impl))
         state.rewind()
+        launches: list[int | None] = [None, None]
         try:
+            compiled = torch.compile(function)
             with _watched(found):
-                step(torch.compile(function))
+                step(compiled)
+            if measure and device.type == "cuda":
+                for k, run in enumerate((model._call_impl, compiled)):
+                    state.rewind()
+                    launches[k] = count_kernels(functools.partial(step, run), device)
         except Exception as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else ""
             raise GraphError(
@@ -102,20 +120,23 @@ def fusion_report(
             forget(function)
     found.sort(key=lambda k: -k.moved_bytes)
     total = sum(k.moved_bytes for k in found)
-    return FusionReport(operations, len(found), eager_bytes, total, tuple(found))
+    return FusionReport(operations, len(found), eager_bytes, total, tuple(found), *launches)
 
 
 def _watched(found: list[FusedKernel]) -> Any:
     """Returns a context in which Inductor compiles anew and its kernels are written down.
 
+    An operation with several results is one kernel; each result is a node as well, which launches nothing.
     Source: `_post_fusion_custom_pass` in torch/_inductor/config.py and scheduler.py, torch 2.11 to 2.13.
     """
     from torch._inductor import config
+    from torch._inductor.ir import MultiOutput
     from torch._inductor.scheduler import NopKernelSchedulerNode
 
     def look(nodes: list[Any]) -> list[Any]:
         for node in nodes:
-            if not isinstance(node, NopKernelSchedulerNode):
+            inner = getattr(node, "node", None)
+            if not isinstance(node, NopKernelSchedulerNode) and not isinstance(inner, MultiOutput):
                 found.append(FusedKernel(node.get_name(), _operations(node), _moved(node)))
         return nodes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -269,3 +270,8 @@ def is_move(place: str) -> bool:
     name, _, line = place.rpartition(":")
     text = linecache.getline(name, int(line)) if line.isdigit() else ""
     return re.search(r"\.(to|cuda)\(", text) is not None
+
+
+def is_optimizers(place: str) -> bool:
+    """Whether a place (file:line) is in one of torch's optimizers."""
+    return os.path.dirname(place) == os.path.dirname(torch.optim.__file__)

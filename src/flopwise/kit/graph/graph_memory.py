@@ -1,0 +1,103 @@
+"""What compiled code hands out of the memory of torch's own CUDA graphs, which the next run writes over.
+
+With `mode="reduce-overhead"`, outputs and gradients are in memory that belongs to graphs. One that is kept into the
+next step (gradients that are accumulated, a loss that is logged later) is an error of torch at first, and silently
+another step's numbers once the graphs are recorded. Here all that leaves a compiled call is copied out.
+Source: pytorch/pytorch#169545; `try_end_curr_recording`, which takes old outputs away with a message, and
+`try_end_curr_execution`, which does not, in torch/_inductor/cudagraph_trees.py, torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from flopwise.kit.graph.saying import warn
+from flopwise.kit.nested import NotRebuiltError, map_tensors, tensors_in
+
+Call = Callable[..., Any]
+
+
+def copied_out(module: nn.Module, call: Call, told: set[str]) -> Call:
+    """Returns a module's compiled call whose outputs and gradients are in memory that no graph writes to.
+
+    Outputs and gradients of inputs are copied in every call, gradients of the module's parameters only if they are
+    still there when the next call comes (they are being accumulated, say), and once. A call amid a backward, or under
+    hooks on saved tensors, is eager: that is how activation checkpointing runs a block again, and a graph would then
+    start anew over what other blocks have saved. What is said once to the user is put into `told`.
+    """
+    own = [
+        m._parameters for m in module.modules() if m._parameters
+    ]  # dictionaries that stay, whatever is in them
+    mine: dict[int, weakref.ref[torch.Tensor]] = {}  # gradients that are copies already
+
+    def tell(message: str) -> None:
+        if message not in told:
+            told.add(message)
+            warn(f"{type(module).__name__} {message}")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if _is_recomputed():
+            tell(
+                "runs eagerly under activation checkpointing: torch's CUDA graphs would write over what other blocks "
+                "have saved"
+            )
+            return module._call_impl(*args, **kwargs)
+        _take_gradients(own, mine)
+        if torch.is_grad_enabled():
+            args, kwargs = map_tensors((args, kwargs), _with_own_gradient)
+        known = {id(t): t for t in tensors_in((args, kwargs))}
+        out = call(*args, **kwargs)
+        try:
+            return map_tensors(out, lambda t: _copy(t, known))
+        except NotRebuiltError as error:
+            tell(f"has outputs that torch's CUDA graphs write over in the next call: {error}")
+            return out
+
+    return run
+
+
+def _is_recomputed() -> bool:
+    """Whether this call is part of a backward, or its saved tensors go through hooks."""
+    amid_backward: int = torch._C._current_graph_task_id()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return amid_backward != -1 or hooks is not None
+
+
+def _take_gradients(
+    own: list[dict[str, nn.Parameter | None]], mine: dict[int, weakref.ref[torch.Tensor]]
+) -> None:
+    """Copies the gradients that are about to outlive the step that they are of."""
+    for parameters in own:
+        for parameter in parameters.values():
+            grad = parameter.grad if parameter is not None else None
+            if parameter is None or grad is None:
+                continue
+            seen = mine.get(id(parameter))
+            if seen is None or seen() is not grad:
+                copy = grad.clone()
+                parameter.grad = copy
+                mine[id(parameter)] = weakref.ref(copy)
+
+
+def _copy(tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Returns a copy, the same one for the same tensor; inputs and weights are handed on as they are."""
+    if tensor.is_leaf and tensor.requires_grad:
+        return tensor
+    if id(tensor) not in known:
+        copy = tensor.clone()
+        known[id(tensor)] = known[id(copy)] = copy
+    return known[id(tensor)]
+
+
+def _with_own_gradient(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an input as it is, whose gradient is a copy."""
+    if not tensor.requires_grad:
+        return tensor
+    same = tensor.view_as(tensor)
+    same.register_hook(torch.clone)  # type: ignore[no-untyped-call]
+    return same
