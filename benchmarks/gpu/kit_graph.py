@@ -16,13 +16,17 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(16, os.cpu_count() or 1)))
+if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # every compilation is a cold one
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="kit_graph_")
 sys.path.insert(0, str(Path(__file__).parent / "jobs"))
 
 import nets
@@ -52,9 +56,12 @@ class Job:
         self.name, self.device, self.tiny = name, device, tiny
         self.images = name in ("resnet18", "resnet50", "efficientnet_b4")
         self.model, self.source = _vision(name, tiny) if self.images else _text(name, tiny)
+        if not self.images:
+            self.model = Loss(self.model, self.source)
         self.model = self.model.to(device).train()
         self.batch = self._images() if self.images else self._tokens()
         self.optimizers: dict[bool, torch.optim.Optimizer] = {}
+        self.compiled: dict[str, tuple[Any, dict[nn.Module, Any], float]] = {}  # shared by arms
 
     def _images(self) -> tuple[torch.Tensor, ...]:
         count, size = {"resnet18": (128, 32), "resnet50": (256, 224), "efficientnet_b4": (64, 380)}[
@@ -78,16 +85,6 @@ class Job:
             labels[torch.rand(labels.shape, device=self.device) > 0.15] = -100
         return ids, labels
 
-    def loss(self, *batch: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of a batch, in bf16."""
-        with torch.autocast(self.device.type, torch.bfloat16):
-            if self.images:
-                return F.cross_entropy(self.model(batch[0]), batch[1])
-            if self.source == "own":
-                out = self.model(*batch) if self.name == "gpt2" else self.model(batch[0])
-                return out[1] if isinstance(out, tuple) else out
-            return self.model(input_ids=batch[0], labels=batch[1]).loss
-
     def optimizer(self, **form: Any) -> torch.optim.Optimizer:
         if self.images:
             return torch.optim.SGD(
@@ -101,19 +98,49 @@ class Job:
             self.optimizers[fused] = self.optimizer(**({"fused": True} if fused else {}))
         return self.optimizers[fused]
 
-    def step(self, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
-        """Returns one whole step of training."""
+    def step(
+        self, optimizer: torch.optim.Optimizer, call: Any = None, bf16: bool = True
+    ) -> Callable[..., torch.Tensor]:
+        """Returns one whole step of training; `call` is the model as it is to be called."""
+        model, images, kind = self.model, self.images, self.device.type
+        run = model if call is None else call
 
         def train(*batch: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad(set_to_none=True)
-            loss = self.loss(*batch)
+            with torch.autocast(kind, torch.bfloat16, enabled=bf16):
+                out = run(batch[0]) if images else run(*batch)
+                loss = F.cross_entropy(out, batch[1]) if images else out
             loss.backward()
-            if not self.images:
-                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            if not images:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             return loss
 
         return train
+
+
+class Loss(nn.Module):
+    """A language model that returns nothing but its loss, as in the hand-tuned runs."""
+
+    def __init__(self, model: nn.Module, source: str) -> None:
+        super().__init__()
+        self.model, self.source = model, source
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if self.source == "transformers":
+            return self.model(input_ids=ids, labels=labels).loss
+        out = self.model(ids, labels) if isinstance(self.model, nets.Gpt) else self.model(ids)
+        return out[1] if isinstance(out, tuple) else out
+
+
+def leave_masks_out() -> None:
+    """Keeps transformers from making attention masks that say nothing, which it does while it is being traced.
+
+    No token of these batches is padding. Without this, compiled attention has no fused kernel for BERT.
+    """
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionMaskInterface.register("sdpa", lambda *_, **__: None)
 
 
 def _has(package: str) -> bool:
@@ -155,6 +182,7 @@ def _text(name: str, tiny: bool) -> tuple[nn.Module, str]:
         raise RuntimeError(f"{name} needs transformers")
     import transformers
 
+    leave_masks_out()
     if name == "bert_large":
         sizes = (64, 2, 4, 128, 100) if tiny else (1024, 24, 16, 4096, 30522)
         names = (
@@ -247,44 +275,75 @@ def laid_out(tensor: torch.Tensor, channels_last: bool) -> torch.Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if wanted else tensor
 
 
+class How(NamedTuple):
+    """What of the parts an arm has."""
+
+    fused: bool = False
+    channels_last: bool = False
+    compiled: str | None = (
+        None  # "in place", "regional", or "by hand": torch.compile as an expert calls it
+    )
+    captured: bool = False
+    bf16: bool = True
+    by_hand: bool = False  # attention written out
+    base: str = "eager"  # the arm that it is compared with
+
+
 class Arm:
     """One way of running the step of a job; the model's switches are put in place for every block."""
 
-    def __init__(
-        self, job: Job, fused: bool, channels_last: bool, compiled: str | None, captured: bool
-    ) -> None:
-        self.job = job
+    def __init__(self, job: Job, how: How, deadline_s: float) -> None:
+        self.job, self.how = job, how
         self.handle: Any = None
         self._slots: dict[nn.Module, Any] = {}
-        self.optimizer = job.shared(fused)
-        self.batch = tuple(laid_out(t, channels_last) for t in job.batch)
-        self._step: Any = job.step(self.optimizer)
+        self.optimizer = job.shared(how.fused)
+        self.batch = tuple(laid_out(t, how.channels_last) for t in job.batch)
+        call = None
         self.first_s = 0.0
-        if compiled is not None:
-            make = compile_in_place if compiled == "in place" else compile_regions
-            self.handle = make(job.model, measure=False, deadline_s=240.0, evaluation=False)
-            self._warm()
-            self._slots = {m: vars(m).get("_compiled_call_impl") for m in job.model.modules()}
-            for m in job.model.modules():
-                vars(m)["_compiled_call_impl"] = None
-        self.captured = CapturedStep(self._step, job.model, self.optimizer) if captured else None
+        if how.compiled == "by hand":
+            if how.compiled not in job.compiled:
+                job.compiled[how.compiled] = (torch.compile(job.model), {}, 0.0)
+            call = job.compiled[how.compiled][0]
+        self._step: Any = job.step(self.optimizer, call, how.bf16)
+        if how.compiled in ("in place", "regional"):
+            if how.compiled not in job.compiled:
+                job.compiled[how.compiled] = self._compile(deadline_s)
+            self.handle, self._slots, self.first_s = job.compiled[how.compiled]
+        self.captured = (
+            CapturedStep(self._step, job.model, self.optimizer) if how.captured else None
+        )
         if self.captured is not None:
             self._step = self.captured
 
-    def _warm(self) -> None:
+    def _compile(self, deadline_s: float) -> tuple[Any, dict[nn.Module, Any], float]:
+        """Returns the handle, the calls that it has put into the model (taken out again), and the first step's time."""
+        model = self.job.model
+        make = compile_in_place if self.how.compiled == "in place" else compile_regions
+        handle = make(model, measure=False, deadline_s=deadline_s, evaluation=False)
         started = time.perf_counter()
         self._step(*self.batch)
         settle(self.job.device)
-        self.first_s = time.perf_counter() - started
+        first_s = time.perf_counter() - started
+        slots = {m: vars(m).get("_compiled_call_impl") for m in model.modules()}
+        for m in model.modules():
+            vars(m)["_compiled_call_impl"] = None
+        if handle.report().reason is not None:
+            raise RuntimeError(f"not compiled after {first_s:.0f} s: {handle.report().reason}")
+        return handle, slots, first_s
 
     @contextlib.contextmanager
     def switched(self) -> Iterator[None]:
-        """Puts the compiled calls of this arm in place for a block."""
+        """Puts the compiled calls of this arm, and the kind of attention, in place for a block."""
         for module, call in self._slots.items():
             vars(module)["_compiled_call_impl"] = call
+        attention = [m for m in self.job.model.modules() if isinstance(m, nets.CausalAttention)]
         try:
+            for m in attention:
+                m.by_hand = self.how.by_hand
             yield
         finally:
+            for m in attention:
+                m.by_hand = False
             for module in self._slots:
                 vars(module)["_compiled_call_impl"] = None
 
@@ -292,7 +351,7 @@ class Arm:
         return self._step(*self.batch)
 
     def facts(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"first_s": self.first_s}
+        found: dict[str, Any] = {"first_s": self.first_s} if self.first_s else {}
         if self.handle is not None:
             report = self.handle.report()
             found |= {
@@ -309,92 +368,114 @@ class Arm:
         return found
 
 
-def arms_of(images: bool) -> dict[str, tuple[bool, bool, str | None, bool]]:
-    """Returns the arms by name, most wanted first: fused, channels last, compiled, captured."""
+def arms_of(images: bool, by_hand: bool = False) -> dict[str, How]:
+    """Returns the arms by name, most wanted first; those called "together" have all that an expert's best run has.
+
+    Args:
+        images: there is a layout to choose.
+        by_hand: the attention can also be written out.
+    """
     last = images
-    found: dict[str, tuple[bool, bool, str | None, bool]] = {
-        "eager": (False, False, None, False),
-        "fused": (True, False, None, False),
-        "captured": (True, False, None, True),  # graphs take the fused form of an optimizer
-    }
+    base = "eager together" if images else "fused"
+    found = {"eager": How(), "TF32": How(bf16=False)}
+    if by_hand:
+        found["attention by hand"] = How(by_hand=True)
+    found["fused"] = How(fused=True)
     if images:
-        found["channels_last"] = (False, True, None, False)
-        found["eager together"] = (True, True, None, False)
-        found["captured together"] = (True, True, None, True)
-    return found | {
-        "in place together": (True, last, "in place", False),
-        "in place captured": (True, last, "in place", True),
-        "regional together": (True, last, "regional", False),
-        "in place": (False, False, "in place", False),
-    }
+        found["channels last"] = How(channels_last=True)
+        found["eager together"] = How(True, True)
+    found["in place together"] = How(True, last, "in place", base=base)
+    if not images:
+        found["in place"] = How(
+            compiled="in place"
+        )  # the same code: the optimizer is no part of it
+    found["captured together" if images else "captured"] = How(True, last, None, True, base=base)
+    found["in place captured"] = How(True, last, "in place", True, base=base)
+    found["by hand"] = How(True, last, "by hand", base=base)
+    found["regional together"] = How(True, last, "regional", base=base)
+    if images:
+        found["in place"] = How(compiled="in place")
+    return found
 
 
-def parts(job: Job, until: float, say: Callable[[str], None]) -> dict[str, Any]:
+#: Seconds that are kept for the rounds in which all arms are timed.
+ROUNDS_S = 30.0
+
+
+def parts(
+    job: Job,
+    until: float,
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
     """Returns step time and memory of every arm that the time allowed, measured in turns."""
     device = job.device
     last = copy.copy(job)  # a model of its own: graphs need weights that stay where they are
     if job.images:
-        last.model, last.optimizers = copy.deepcopy(job.model), {}
+        last.model, last.optimizers, last.compiled = copy.deepcopy(job.model), {}, {}
         last.model.to(memory_format=torch.channels_last)
     held = Memory(job)
     arms: dict[str, Arm] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for name, how in arms_of(job.images).items():
-        if time.monotonic() > until:
+    found = {"source": job.source, "batch": [list(t.shape) for t in job.batch], "arms": rows}
+    chosen = arms_of(job.images, isinstance(getattr(job.model, "model", None), nets.Gpt))
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    for name, how in chosen.items():
+        left = until - ROUNDS_S - time.monotonic()
+        if left < 0 and not job.tiny:
             rows[name] = {"left_out": "no time left"}
             continue
+        begun = time.monotonic()
         try:
-            own = last if how[1] else job
+            own = last if how.channels_last else job
             for p in (*job.model.parameters(), *last.model.parameters()):
                 p.grad = None
             if not any(a.captured for a in arms.values()):
-                job.shared(not how[0]).state.clear()
-            held.begin(own.shared(how[0]))
-            arm = Arm(own, *how)
+                job.shared(not how.fused).state.clear()
+            held.begin(own.shared(how.fused))
+            arm = Arm(own, how, max(20.0, left))
             with arm.switched():
-                for _ in range(16 if arm.captured is not None else 3):
+                for _ in range(16 if arm.captured is not None else 2):
                     arm.run()
+                settle(device)
+                if how.compiled == "by hand":
+                    arm.first_s = time.monotonic() - begun
                 rows[name] = held.peaks(arm.run) | arm.facts()
             arms[name] = arm
         except Exception as error:
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
+        rows[name]["set_up_s"] = time.monotonic() - begun
         say(f"  {name}: {rows[name]}")
-    rounds = 2 if job.tiny else 6
-    for turn in range(rounds):
+        keep(found)
+    spent_s = {
+        n: r["compile_s"] + r.get("capture_s", 0.0) for n, r in rows.items() if "compile_s" in r
+    }
+    spent_s |= {n: r["capture_s"] for n, r in rows.items() if n not in spent_s and "capture_s" in r}
+    for turn in range(2 if job.tiny else 5):
         for name in list(arms) if turn % 2 == 0 else list(arms)[::-1]:
-            arm = arms[name]
+            arm, times = arms[name], rows[name].setdefault("step_s", [])
             with arm.switched():
                 steps = (
-                    1
-                    if job.tiny
-                    else max(3, int(0.25 / max(rows[name].get("step_s", [0.05])[-1], 1e-4)))
+                    1 if job.tiny else max(2, min(40, int(0.25 / (times[-1] if times else 0.1))))
                 )
-                block(arm.run, device, 1 if job.tiny else 2)
-                rows[name].setdefault("step_s", []).append(block(arm.run, device, steps))
-        if time.monotonic() > until + 30:
+                block(arm.run, device, 1)
+                times.append(block(arm.run, device, steps))
+        if time.monotonic() > until and turn >= 1:
             break
-    base = _median(rows, "eager together" if job.images else "fused")
-    for name, row in rows.items():
-        if "step_s" in row:
-            row |= {
-                "step_ms": 1e3 * statistics.median(row["step_s"]),
-                "rounds": len(row["step_s"]),
-            } | arms[name].facts()
-            # What was compiled before in this run came from the compiler's cache: the first time counts.
-            alike = [
-                n
-                for n, how in arms_of(job.images).items()
-                if how[1:3] == arms_of(job.images)[name][1:3]
-            ]
-            row["cold_compile_s"] = max(rows.get(n, {}).get("compile_s", 0.0) for n in alike)
-            spent_s = row["cold_compile_s"] + row.get("capture_s", 0.0)
-            row["break_even_steps"] = break_even_steps(spent_s, base, row["step_ms"] / 1e3)
-    return {"source": job.source, "batch": [list(t.shape) for t in job.batch], "arms": rows}
-
-
-def _median(rows: dict[str, dict[str, Any]], name: str) -> float:
-    times = rows.get(name, {}).get("step_s") or rows["eager"].get("step_s") or [0.0]
-    return statistics.median(times)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest")
+    for name, arm in arms.items():
+        row = rows[name]
+        base = rows.get(chosen[name].base, {}).get("step_s")
+        row |= {"step_ms": 1e3 * statistics.median(row["step_s"]), "rounds": len(row["step_s"])}
+        row |= arm.facts()
+        if base and name in spent_s:
+            row["spent_s"], row["base"] = spent_s[name], chosen[name].base
+            row["break_even_steps"] = break_even_steps(
+                spent_s[name], statistics.median(base), row["step_ms"] / 1e3
+            )
+    return found
 
 
 # Sections.
@@ -539,7 +620,7 @@ def fusion(device: torch.device, tiny: bool) -> dict[str, Any]:
     """Returns what the compiler fuses in forward and backward of GPT-2."""
     job = Job("gpt2", device, tiny)
     with torch.autocast(device.type, torch.bfloat16):
-        report = fusion_report(job.model, *job.batch, loss=lambda out: out[1])
+        report = fusion_report(job.model, *job.batch, measure=True)
     largest = [{"operations": k.operations, "bytes": k.moved_bytes} for k in report.kernels[:10]]
     return {n: v for n, v in vars(report).items() if n != "kernels"} | {
         "largest": largest,
@@ -575,6 +656,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "torch": torch.__version__,
         "device": flags.device,
+        "compile_threads": os.environ["TORCHINDUCTOR_COMPILE_THREADS"],
         "tiny": flags.tiny,
         "sections": {},
     }
@@ -584,22 +666,31 @@ def main() -> None:
     def say(text: str) -> None:
         print(f"[{time.monotonic() - started:6.1f} s] {text}", flush=True)
 
+    def write() -> None:
+        flags.out.parent.mkdir(parents=True, exist_ok=True)
+        flags.out.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
+
+    def keep(name: str, found: dict[str, Any]) -> None:
+        result["sections"][name] = found
+        write()
+
     def section(name: str, run: Callable[[], Any]) -> None:
-        if time.monotonic() - started > flags.budget_s:
+        begun = time.monotonic()
+        if begun - started > flags.budget_s:
             result["sections"][name] = {"left_out": "no time left"}
         else:
             say(name)
-            begun = time.monotonic()
             try:
                 result["sections"][name] = run()
             except Exception:
-                result["sections"][name] = {"error": traceback.format_exc()[-3000:]}
+                so_far = result["sections"].get(name, {})
+                result["sections"][name] = {**so_far, "error": traceback.format_exc()[-3000:]}
             say(
                 f"{name}: {json.dumps(result['sections'][name], default=str)[:1500]} ({time.monotonic() - begun:.0f} s)"
             )
+        result["sections"][name]["section_s"] = time.monotonic() - begun
         clean(device)
-        flags.out.parent.mkdir(parents=True, exist_ok=True)
-        flags.out.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
+        write()
 
     if "captured_equal" in flags.only:
         section("captured_equal", lambda: captured_equal(device, flags.tiny))
@@ -614,7 +705,12 @@ def main() -> None:
             until = min(started + flags.budget_s, time.monotonic() + flags.per_model_s)
             section(
                 f"parts {name}",
-                lambda name=name, until=until: parts(Job(name, device, flags.tiny), until, say),
+                lambda name=name, until=until: parts(
+                    Job(name, device, flags.tiny),
+                    until,
+                    say,
+                    lambda found, name=name: keep(f"parts {name}", found),
+                ),
             )
 
 

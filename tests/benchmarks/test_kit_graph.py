@@ -41,23 +41,64 @@ def test_sections_give_their_figures(run):
 
 
 def test_arms_are_measured_in_turns(run, monkeypatch):
+    how = run.module.How
     chosen = {
-        "eager": (False, False, None, False),
-        "fused": (True, False, None, False),
-        "captured": (True, False, None, True),
+        "eager": how(),
+        "TF32": how(bf16=False),
+        "attention by hand": how(by_hand=True),
+        "fused": how(True),
+        "captured": how(True, captured=True, base="fused"),
     }
-    monkeypatch.setattr(run.module, "arms_of", lambda images: chosen)
+    monkeypatch.setattr(run.module, "arms_of", lambda images, by_hand: chosen)
     arms = run("--only", "parts", "--model", "gpt2")["sections"]["parts gpt2"]["arms"]
     assert list(arms) == list(chosen)
     assert all(row["step_ms"] > 0 and row["rounds"] == 2 for row in arms.values())
     assert arms["captured"]["captured_reason"] == "devices of type cpu have no graphs"
+    assert "spent_s" in arms["captured"]
+
+
+def test_an_arm_that_fails_is_in_the_result_and_the_others_go_on(run, monkeypatch):
+    how = run.module.How
+    chosen = {"eager": how(), "in place": how(compiled="in place"), "fused": how(True)}
+    monkeypatch.setattr(run.module, "arms_of", lambda images, by_hand: chosen)
+
+    def fails(*_, **__):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(run.module, "compile_in_place", fails)
+    arms = run("--only", "parts", "--model", "gpt2")["sections"]["parts gpt2"]["arms"]
+    assert arms["in place"]["error"] == "RuntimeError: no compiler"
+    assert arms["fused"]["step_ms"] > 0
+
+
+def test_arms_that_differ_in_the_optimizer_only_share_their_compiled_code(run, monkeypatch):
+    how, made = run.module.How, []
+    chosen = {"together": how(True, compiled="in place"), "in place": how(compiled="in place")}
+    monkeypatch.setattr(run.module, "arms_of", lambda images, by_hand: chosen)
+    real = run.module.compile_in_place
+
+    def once(model, **settings):
+        made.append(settings)
+        return real(model, backend="eager", **settings)
+
+    monkeypatch.setattr(run.module, "compile_in_place", once)
+    arms = run("--only", "parts", "--model", "gpt2")["sections"]["parts gpt2"]["arms"]
+    assert len(made) == 1
+    assert made[0]["deadline_s"] >= 20
+    assert all(row["frames"] == 1 and row["reason"] is None for row in arms.values())
 
 
 def test_every_arm_of_a_convolutional_model_has_its_layout(run):
-    names = run.module.arms_of(images=True)
-    assert names["in place together"] == (True, True, "in place", False)
-    assert run.module.arms_of(images=False)["in place together"] == (True, False, "in place", False)
-    assert "channels_last" not in run.module.arms_of(images=False)
+    how = run.module.How
+    names = run.module.arms_of(True)
+    assert names["in place together"] == how(True, True, "in place", base="eager together")
+    assert run.module.arms_of(False)["in place together"] == how(
+        True, False, "in place", base="fused"
+    )
+    assert "channels last" not in run.module.arms_of(False)
+    for images in (True, False):
+        arms = run.module.arms_of(images, not images)
+        assert {how.base for how in arms.values()} <= set(arms)
 
 
 def test_a_section_that_fails_and_one_without_time_are_in_the_result(run, monkeypatch):
@@ -69,4 +110,4 @@ def test_a_section_that_fails_and_one_without_time_are_in_the_result(run, monkey
     assert "no such device" in found["captured_equal"]["error"]
     assert "float32 contiguous" in found["fold"]
     left = run("--only", "fold", "--budget-s", "0")["sections"]
-    assert left == {"fold": {"left_out": "no time left"}}
+    assert left["fold"]["left_out"] == "no time left"
