@@ -71,6 +71,20 @@ class Calls(nn.Module):
         return x
 
 
+def test_a_call_that_passes_on_to_the_modules_own_can_be_compiled() -> None:
+    """As transformers' layers have one, for activation checkpointing."""
+
+    def passes_on(self: Any, *args: Any) -> Any:
+        return nn.Module.__call__(self, *args)
+
+    own = {"__call__": passes_on, "__module__": "transformers.modeling_layers"}
+    base = type("GradientCheckpointingLayer", (nn.Module,), own)
+    layer = type("LlamaDecoderLayer", (base,), {"forward": lambda self, x: x + 1})
+    assert call_problem(layer()) is None
+    other = type("Layer", (layer,), {"__call__": passes_on})
+    assert "defines its own __call__" in (call_problem(other()) or "")
+
+
 def test_whose_call_cannot_be_replaced() -> None:
     compiled = nn.Linear(2, 2)
     compiled.compile(backend="eager")

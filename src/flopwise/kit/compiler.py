@@ -18,6 +18,9 @@ from torch import nn
 Call = Callable[..., Any]
 
 _NUMBERS = itertools.count()
+#: Classes whose own `__call__` ends in `nn.Module.__call__`, whose call can be compiled as any other.
+#: Source: transformers/modeling_layers.py; every decoder layer of transformers is one.
+_PASSES_ON = ("transformers.modeling_layers.GradientCheckpointingLayer",)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,9 @@ def call_problem(module: nn.Module) -> str | None:
         return "DataParallel copies the module's call to its replicas"
     if isinstance(module, torch._dynamo.OptimizedModule):
         return "the module was compiled by torch.compile()"
-    if kind.__call__ is not nn.Module.__call__ or "__call__" in vars(module):
+    owner = next(c for c in kind.__mro__ if "__call__" in vars(c))
+    own = owner is not nn.Module and f"{owner.__module__}.{owner.__qualname__}" not in _PASSES_ON
+    if own or "__call__" in vars(module):
         return f"{kind.__name__} defines its own __call__"
     if vars(module).get("_compiled_call_impl") is not None:
         return "the module's call is compiled already (module.compile(), or this kit)"

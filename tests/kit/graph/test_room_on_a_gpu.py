@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, width: int = 32, blocks: int = 4) -> None:
+    def __init__(self, width: int = 32, blocks: int = 2) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU()
@@ -122,7 +122,7 @@ def test_folding_counts_kernels_and_keeps_the_results() -> None:
         model(images())
     model.eval()
     report = fold(model, images(), measure=True).report
-    assert report.folded["conv+bn"] == 5
+    assert report.folded["conv+bn"] == 3
     assert report.kernels_before is not None
     assert report.kernels_after is not None
     assert report.kernels_after < report.kernels_before
@@ -141,8 +141,8 @@ def test_fusion_is_told() -> None:
     # Each of both launches its kernels, and a reduction or a library call may be several.
     assert report.launches_before is not None
     assert report.launches_after is not None
-    assert report.launches_before >= 5 * 3  # convolutions: forward, and two products backward
-    assert report.launches_after >= 5 * 3
+    assert report.launches_before >= 3 * 3  # convolutions: forward, and two products backward
+    assert report.launches_after >= 3 * 3
 
 
 def test_forms_are_measured() -> None:
