@@ -9,6 +9,7 @@ Source: pytorch/pytorch#169545; `try_end_curr_recording`, which takes old output
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +31,8 @@ def copied_out(module: nn.Module, call: Call, told: set[str]) -> Call:
     hooks on saved tensors, is eager: that is how activation checkpointing runs a block again, and a graph would then
     start anew over what other blocks have saved. What is said once to the user is put into `told`.
     """
-    own = [
-        m._parameters for m in module.modules() if m._parameters
-    ]  # dictionaries that stay, whatever is in them
+    # Dictionaries that stay, whatever is in them.
+    own = [m._parameters for m in module.modules() if m._parameters]
     mine: dict[int, weakref.ref[torch.Tensor]] = {}  # gradients that are copies already
 
     def tell(message: str) -> None:
@@ -49,7 +49,8 @@ def copied_out(module: nn.Module, call: Call, told: set[str]) -> Call:
             return module._call_impl(*args, **kwargs)
         _take_gradients(own, mine)
         if torch.is_grad_enabled():
-            args, kwargs = map_tensors((args, kwargs), _with_own_gradient)
+            with contextlib.suppress(NotRebuiltError):  # of a type that is handed over as it is
+                args, kwargs = map_tensors((args, kwargs), _with_own_gradient)
         known = {id(t): t for t in tensors_in((args, kwargs))}
         out = call(*args, **kwargs)
         try:
@@ -99,5 +100,5 @@ def _with_own_gradient(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.requires_grad:
         return tensor
     same = tensor.view_as(tensor)
-    same.register_hook(torch.clone)  # type: ignore[no-untyped-call]
+    same.register_hook(torch.clone)
     return same
