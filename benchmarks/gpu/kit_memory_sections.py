@@ -33,6 +33,7 @@ from flopwise.kit.memory import (
 Found = dict[str, Any]
 #: Seconds of steps on new sizes, at most, for each setting of cuDNN's search.
 SEARCH_S = 4.0
+NO_DEVICE = "needs a CUDA device"
 
 
 def device_of(tiny: bool) -> torch.device:
@@ -465,7 +466,7 @@ def allocator(tiny: bool) -> Found:
 def tight(tiny: bool) -> Found:
     """The same where memory is a tenth more than what is allocated at the peak: who retries, and who fails."""
     if tiny:
-        return {"text": "needs a CUDA device"}
+        return {"text": NO_DEVICE, "skipped": NO_DEVICE}
     chosen = {n: s for n, s in CANDIDATES.items() if n != "round up"}
     return settings(tiny, "tight", chosen, 20)
 
@@ -473,12 +474,12 @@ def tight(tiny: bool) -> Found:
 def pointer(tiny: bool) -> Found:
     """The 256-byte allocator and a pool by pointer beside torch's, on changing lengths."""
     if tiny:
-        return {"text": "needs a CUDA device"}
+        return {"text": NO_DEVICE, "skipped": NO_DEVICE}
     return settings(tiny, "varying", own_settings(64 << 30), 20)
 
 
 def pointer_fixed(tiny: bool) -> Found:
     """The same on rows of one length."""
     if tiny:
-        return {"text": "needs a CUDA device"}
+        return {"text": NO_DEVICE, "skipped": NO_DEVICE}
     return settings(tiny, "fixed", own_settings(64 << 30), 10)
