@@ -153,7 +153,7 @@ def profile(step: Callable[[], object], device: torch.device, steps: int = 2) ->
     kernels: dict[str, list[float]] = {}
     for event in seen.key_averages():
         us = event.self_device_time_total if cuda else event.self_cpu_time_total
-        if us <= 0 or event.key.startswith("ProfilerStep"):
+        if us <= 0 or getattr(event, "is_user_annotation", False):
             continue
         if event.device_type == torch.autograd.DeviceType.CPU:
             ops[event.key] = us * 1e-6 / steps
