@@ -7,9 +7,11 @@ it wrote or failed with is recorded. `--tiny` runs the same code on a CPU with s
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +36,9 @@ SECTIONS = (
     "pointer_fixed",
 )
 #: Most seconds of one section.
-SECTION_S = 170.0
+SECTION_S = 110.0
+#: Characters kept of what a section that failed has written to stderr.
+TOLD = 2000
 
 
 def main() -> int:
@@ -52,6 +56,7 @@ def main() -> int:
     unknown = sorted(set(asked) - set(SECTIONS))
     if unknown:
         parser.error(f"no sections {', '.join(unknown)}; there are {', '.join(SECTIONS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # a section ends with this
     end = time.monotonic() + flags.budget_s
     result: dict[str, Any] = {
         "device": "cpu" if flags.tiny else "cuda",
@@ -70,6 +75,8 @@ def main() -> int:
             told = result["sections"][name]
             print(
                 f"{name}: {told.get('failed') or told.get('text') or 'done'} ({told['wall_s']} s)",
+                *filter(None, (told.get("traceback"), told.get("stderr"))),
+                sep="\n",
                 flush=True,
             )
         flags.out.write_text(json.dumps(result, indent=1))
@@ -81,17 +88,28 @@ def main() -> int:
 def run(name: str, tiny: bool, timeout_s: float) -> dict[str, Any]:
     """Returns what one section wrote in its own process, or what it failed with."""
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "section.json"
-        words = [sys.executable, str(Path(__file__)), "--section", name, "--out", str(out)]
-        try:
-            done = subprocess.run(
-                words + ["--tiny"] * tiny, timeout=timeout_s, capture_output=True, text=True
+        out, errors = Path(folder) / "section.json", Path(folder) / "errors"
+        words = [sys.executable, "-X", "faulthandler", str(Path(__file__)), "--section", name]
+        with errors.open("wb") as into:
+            # A session of its own: the processes that it has started end with it.
+            section = subprocess.Popen(
+                [*words, "--out", str(out), *["--tiny"] * tiny], stderr=into, start_new_session=True
             )
+        try:
+            code: int | None = section.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            return {"failed": f"no end after {timeout_s:.0f} s"}
+            code = None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(section.pid, signal.SIGKILL)
+            section.wait()
+        told = errors.read_text(encoding="utf-8", errors="replace").strip()[-TOLD:]
         if not out.exists():
-            return {"failed": f"exit code {done.returncode}: {done.stderr.strip()[-500:]}"}
+            why = f"no end after {timeout_s:.0f} s" if code is None else f"exit code {code}"
+            return {"failed": why, "stderr": told}
         found: dict[str, Any] = json.loads(out.read_text())
+        if code:  # it has measured, and died in the end
+            found["exit_code"], found["stderr"] = code, told
         return found
 
 

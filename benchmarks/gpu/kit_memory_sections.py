@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -30,6 +31,9 @@ from flopwise.kit.memory import (
 )
 
 Found = dict[str, Any]
+#: Seconds of steps on new sizes, at most, for each setting of cuDNN's search.
+SEARCH_S = 4.0
+NO_DEVICE = "needs a CUDA device"
 
 
 def device_of(tiny: bool) -> torch.device:
@@ -83,12 +87,14 @@ def padding(tiny: bool) -> Found:
     )
     rows, length = (2, 32) if tiny else (16, 1024)
     torch.manual_seed(0)
-    plain = nets.Gpt(by_hand=False, **shape).to(device)
-    ids = torch.randint(shape["vocab"], (rows, length + 1), device=device)
+    with device:
+        plain = nets.Gpt(by_hand=False, **shape)
+        ids = torch.randint(shape["vocab"], (rows, length + 1))
     models = {"plain": plain, "padded": copy.deepcopy(plain), "view": copy.deepcopy(plain)}
     made = pad_dimensions(models["padded"], dtype=torch.bfloat16)
     pad_dimensions(models["view"], dtype=torch.bfloat16, contiguous=False)
-    ceiling = nets.Gpt(by_hand=False, **{**shape, "vocab": made.layers[0].padded[0]}).to(device)
+    with device:
+        ceiling = nets.Gpt(by_hand=False, **{**shape, "vocab": made.layers[0].padded[0]})
     tried = copy.deepcopy(plain)
     decision = str(pad_dimensions(tried, lambda: workloads.gpt_loss(tried, ids, device).backward()))
     equality = {name: agreement(plain, models[name], ids, device) for name in ("padded", "view")}
@@ -103,13 +109,19 @@ def padding(tiny: bool) -> Found:
         name: workloads.train_step(model, ids, device)
         for name, model in {**models, "ceiling": ceiling}.items()
     }
-    times = in_turns(arms, 2 if tiny else 5, 1 if tiny else 10)
+    times = in_turns(arms, 2 if tiny else 5, 1 if tiny else 6)
     for name, step in arms.items():
         times[name]["peak_bytes"] = peak_bytes(step, device)
+    profiles = {name: profile(step, device) for name, step in arms.items()}
+    more = differences(profiles["padded"]["ops"], profiles["ceiling"]["ops"])
     text = ", ".join(f"{name} {found['step_s'] * 1e3:.1f} ms" for name, found in times.items())
+    text += "; padded beside the ceiling, by op: "
+    text += ", ".join(f"{op} {apart_s * 1e3:+.2f} ms" for op, apart_s in more.items())
     return {
         "text": text,
         "arms": times,
+        "profiles": profiles,
+        "over_ceiling_s": more,
         "equality": equality,
         "losses": losses,
         "decision": decision,
@@ -123,6 +135,38 @@ def padding(tiny: bool) -> Found:
             )
         ),
     }
+
+
+def profile(step: Callable[[], object], device: torch.device, steps: int = 2) -> Found:
+    """Returns the device's seconds a step by op, and by kernel with how often it ran (on a CPU by op only)."""
+    from torch.profiler import ProfilerActivity
+
+    cuda = device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+    step()
+    wait()
+    with torch.profiler.profile(activities=activities) as seen:
+        for _ in range(steps):
+            step()
+        wait()
+    ops: dict[str, float] = {}
+    kernels: dict[str, list[float]] = {}
+    for event in seen.key_averages():
+        us = event.self_device_time_total if cuda else event.self_cpu_time_total
+        if us <= 0 or getattr(event, "is_user_annotation", False):
+            continue
+        if event.device_type == torch.autograd.DeviceType.CPU:
+            ops[event.key] = us * 1e-6 / steps
+        else:
+            kernels[event.key[:160]] = [us * 1e-6 / steps, event.count / steps]
+    largest = sorted(kernels.items(), key=lambda found: -found[1][0])[:25]
+    return {"ops": ops, "kernels": dict(largest)}
+
+
+def differences(a: dict[str, float], b: dict[str, float], most: int = 8) -> dict[str, float]:
+    """Returns by how many seconds ops take longer in `a` than in `b`, the largest differences first."""
+    apart = {name: a.get(name, 0.0) - b.get(name, 0.0) for name in {**a, **b}}
+    return dict(sorted(apart.items(), key=lambda found: -abs(found[1]))[:most])
 
 
 def agreement(a: nn.Module, b: nn.Module, ids: torch.Tensor, device: torch.device) -> Found:
@@ -184,7 +228,7 @@ def layers(tiny: bool) -> Found:
             with torch.autocast(device.type, torch.bfloat16):
                 layer(x)
 
-        made = pad_dimensions(layer, step, rounds=3 if tiny else 7)
+        made = pad_dimensions(layer, step, rounds=3 if tiny else 5)
         found[name] = {
             "text": str(made),
             "layers": [asdict(p) for p in made.layers],
@@ -210,8 +254,9 @@ def checkpointing(tiny: bool) -> Found:
         }
     )
     torch.manual_seed(0)
-    model = nets.Llama(**shape).to(device)
-    ids = torch.randint(shape["vocab"], (2, 32) if tiny else (4, 2048), device=device)
+    with device:
+        model = nets.Llama(**shape)
+        ids = torch.randint(shape["vocab"], (2, 32) if tiny else (4, 2048))
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -222,12 +267,16 @@ def checkpointing(tiny: bool) -> Found:
     step()
     optimizer.step()  # its state is there from now on, as in training
     optimizer.zero_grad()
-    floor = checkpoint_blocks(model, step, 0, rounds=3)
+    rounds = 3 if tiny else 5
+    floor = checkpoint_blocks(model, step, 0, rounds=rounds)
     floor.undo()
     before, least = floor.choice.peak_before_bytes, floor.choice.peak_bytes
     rows = [{"share": 0.0, **checkpoint_row(floor)}]
     for share in (0.25, 0.5, 0.75):
-        made = checkpoint_blocks(model, step, int(least + share * (before - least)), rounds=3)
+        target = int(least + share * (before - least))
+        if not tiny:
+            target = math.ceil(target / 1e9) * 10**9  # as people give it
+        made = checkpoint_blocks(model, step, target, rounds=rounds)
         rows.append({"share": share, **checkpoint_row(made)})
         print(f"  {made}", flush=True)
         made.undo()
@@ -260,7 +309,8 @@ def channels_last(tiny: bool) -> Found:
     found: Found = {}
     for name, (build, batch, size) in cases.items():
         torch.manual_seed(0)
-        model = build().to(device)
+        with device:
+            model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         x = torch.randn(batch, 3, size, size, device=device)
         y = torch.arange(batch, device=device)
@@ -305,12 +355,17 @@ def timeline(tiny: bool) -> Found:
             step()
 
     times = in_turns({"plain": step, "followed": followed}, 1 if tiny else 3, 1 if tiny else 3)
+    text = str(line)
+    if peak is not None:
+        more = peak / line.peak.total_bytes - 1
+        text += f"\nallocator {peak / 1e9:.3f} GB, {more:.2%} more: it rounds, and has workspaces of libraries"
     return {
-        "text": f"{line}\nallocator {peak}",
+        "text": text,
         "peak": asdict(line.peak),
         "peak_bytes": line.peak.total_bytes,
         "allocator_peak_bytes": peak,
         "by_module": line.at_peak_by_module()[:20],
+        "by_op": line.at_peak_by_op()[:20],
         "events": len(line.events),
         "times": times,
     }
@@ -320,7 +375,7 @@ def search(tiny: bool) -> Found:
     """A convolutional net on sizes that vary and on one: what cuDNN's search is set to, and its price."""
     device = device_of(tiny)
     torch.manual_seed(0)
-    width, batch = (4, 1) if tiny else (64, 8)
+    width, batch = (4, 1) if tiny else (64, 4)
     net = nn.Sequential(
         nn.Conv2d(3, width, 3),
         nn.ReLU(),
@@ -345,15 +400,18 @@ def search(tiny: bool) -> Found:
         torch.backends.cudnn.benchmark = flag
         # Other sizes each time: what was chosen for one once is kept.
         order = iter([n for n in dict.fromkeys(sizes) if n % 2 == flag])
-        wait()
-        start = time.perf_counter()
-        for _ in range(3 if tiny else 40):
+        on(next(order))
+        times: list[float] = []
+        while len(times) < 3 or (sum(times) < SEARCH_S and len(times) < (3 if tiny else 15)):
+            wait()
+            start = time.perf_counter()
             on(next(order))
-        wait()
-        found[f"varying_step_s_{'on' if flag else 'off'}"] = (time.perf_counter() - start) / (
-            3 if tiny else 40
-        )
-    return {"text": f"{varying}; {fixed}", **found}
+            wait()
+            times.append(time.perf_counter() - start)
+        found[f"varying_steps_s_{'on' if flag else 'off'}"] = times
+        found[f"varying_step_s_{'on' if flag else 'off'}"] = statistics.median(times)
+    text = f"{varying}; {fixed}; a step on a new size {found['varying_step_s_off'] * 1e3:.1f} ms without the search, "
+    return {"text": f"{text}{found['varying_step_s_on'] * 1e3:.1f} ms with it", **found}
 
 
 def emptied(tiny: bool) -> Found:
@@ -402,26 +460,26 @@ def settings(tiny: bool, function: str, chosen: dict[str, str], steps: int) -> F
 def allocator(tiny: bool) -> Found:
     """Lengths that change in every step: each setting of torch's allocator in processes of its own."""
     chosen = dict(list(CANDIDATES.items())[:1]) if tiny else dict(CANDIDATES)
-    return settings(tiny, "varying_tiny" if tiny else "varying", chosen, 30)
+    return settings(tiny, "varying_tiny" if tiny else "varying", chosen, 20)
 
 
 def tight(tiny: bool) -> Found:
     """The same where memory is a tenth more than what is allocated at the peak: who retries, and who fails."""
     if tiny:
-        return {"text": "needs a CUDA device"}
+        return {"text": NO_DEVICE, "skipped": NO_DEVICE}
     chosen = {n: s for n, s in CANDIDATES.items() if n != "round up"}
-    return settings(tiny, "tight", chosen, 30)
+    return settings(tiny, "tight", chosen, 20)
 
 
 def pointer(tiny: bool) -> Found:
     """The 256-byte allocator and a pool by pointer beside torch's, on changing lengths."""
     if tiny:
-        return {"text": "needs a CUDA device"}
-    return settings(tiny, "varying", own_settings(64 << 30), 30)
+        return {"text": NO_DEVICE, "skipped": NO_DEVICE}
+    return settings(tiny, "varying", own_settings(64 << 30), 20)
 
 
 def pointer_fixed(tiny: bool) -> Found:
     """The same on rows of one length."""
     if tiny:
-        return {"text": "needs a CUDA device"}
-    return settings(tiny, "fixed", own_settings(64 << 30), 15)
+        return {"text": NO_DEVICE, "skipped": NO_DEVICE}
+    return settings(tiny, "fixed", own_settings(64 << 30), 10)

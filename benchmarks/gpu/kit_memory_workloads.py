@@ -24,10 +24,11 @@ TIGHT = 1.1
 def gpt(tiny: bool, device: torch.device) -> tuple[nn.Module, torch.Tensor]:
     """Returns GPT-2 124M and a batch of 16 rows."""
     torch.manual_seed(0)
-    if tiny:
-        model = nets.Gpt(vocab=1001, context=32, layers=2, width=32, heads=2, by_hand=False)
-        return model.to(device), torch.randint(1001, (2, 33), device=device)
-    return nets.Gpt(by_hand=False).to(device), torch.randint(50257, (16, 1025), device=device)
+    with device:  # made where it is: a CPU takes seconds for its random numbers
+        if tiny:
+            model = nets.Gpt(vocab=1001, context=32, layers=2, width=32, heads=2, by_hand=False)
+            return model, torch.randint(1001, (2, 33))
+        return nets.Gpt(by_hand=False), torch.randint(50257, (16, 1025))
 
 
 def gpt_loss(model: nn.Module, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -68,11 +69,12 @@ def changing(device: torch.device, tiny: bool) -> Step:
     """Returns a step on four rows whose length is drawn anew each time, the same for everyone."""
     rng, (low, high) = random.Random(0), (8, 32) if tiny else LENGTHS
     torch.manual_seed(0)
-    model = (
-        nets.Gpt(vocab=101, context=32, layers=2, width=32, heads=2, by_hand=False)
-        if tiny
-        else nets.Gpt(vocab=50304, context=4096, by_hand=False)
-    ).to(device)
+    with device:
+        model = (
+            nets.Gpt(vocab=101, context=32, layers=2, width=32, heads=2, by_hand=False)
+            if tiny
+            else nets.Gpt(vocab=50304, context=LENGTHS[1], by_hand=False)
+        )
     optimizer = torch.optim.AdamW(model.parameters(), fused=device.type == "cuda")
 
     def step() -> torch.Tensor:
@@ -97,7 +99,8 @@ def tight() -> Step:
     """Changing lengths with little more memory than is needed: the largest batch is measured first, then it is let go."""
     step = varying()
     device = torch.device("cuda")
-    model = nets.Gpt(vocab=50304, context=LENGTHS[1], by_hand=False).to(device)
+    with device:
+        model = nets.Gpt(vocab=50304, context=LENGTHS[1], by_hand=False)
     ids = torch.randint(50257, (4, LENGTHS[1] + 1), device=device)
     train_step(model, ids, device)()
     torch.cuda.synchronize()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "kit_memory.py"
+
+
+def is_running(process: str) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def tables(path: Path) -> str:
@@ -46,10 +54,21 @@ def test_every_section_runs_on_a_cpu(tmp_path: Path) -> None:
         assert row["achieved_bytes"] <= row["choice"]["target_bytes"]
     assert found["timeline"]["peak"]["by_category"]["optimizer state"] > 0
     text = tables(out)
-    for name in ("padding", "layers", "checkpointing", "timeline", "emptied", "search", "pinned"):
-        assert f"**{name}**" in text
+    for title in (
+        "An odd vocabulary",
+        "Single layers",
+        "Checkpointing against a target",
+        "Memory by category",
+        "An emptied cache",
+        "cuDNN's search",
+        "Page-locked memory",
+    ):
+        assert f"**{title}.**" in text
+    assert "An allocator of one's own" not in text  # needs a GPU
     assert "| optimizer state |" in text
     assert text.count(" of 4 | ") == 4  # targets
+    assert text.count("| yes | ") == 3
+    assert "What padding leaves beside a vocabulary of 50304" in text
 
 
 def test_layouts_and_settings_run_on_a_cpu(tmp_path: Path) -> None:
@@ -63,6 +82,48 @@ def test_layouts_and_settings_run_on_a_cpu(tmp_path: Path) -> None:
     assert "| resnet50 | " in text
     assert "| as it is | " in text
     assert "To keep: " in text
+
+
+def test_what_was_measured_again_is_taken_and_what_failed_is_not(
+    benchmark_module: Any, tmp_path: Path
+) -> None:
+    table = benchmark_module("kit_memory_table")
+    first, second = tmp_path / "kit_memory.json", tmp_path / "kit_memory_2.json"
+    first.write_text('{"sections": {"pinned": {"text": "old"}, "emptied": {"text": "kept"}}}')
+    second.write_text('{"sections": {"pinned": {"text": "new"}, "emptied": {"failed": "no"}}}')
+    found = table.measured([first, second])
+    assert found == {"pinned": {"text": "new"}, "emptied": {"text": "kept"}}
+
+
+def test_the_section_takes_the_place_of_the_one_that_is_there(benchmark_module: Any) -> None:
+    table = benchmark_module("kit_memory_table")
+    page = f"# Title\n\nText.\n\n{table.HEADING}\n\nold\n\n## Next\n\nmore\n"
+    once = table.replaced(page, "new")
+    assert once == f"# Title\n\nText.\n\n{table.HEADING}\n\nnew\n\n## Next\n\nmore\n"
+    assert table.replaced(once, "new") == once
+    added = table.replaced("# Title\n\nText.\n", "new")
+    assert added == f"# Title\n\nText.\n\n{table.HEADING}\n\nnew\n"
+    assert table.replaced(added, "new") == added
+
+
+def test_a_section_that_hangs_or_dies_ends_with_what_it_started(
+    benchmark_module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kit = benchmark_module("kit_memory")
+    script, seen = tmp_path / "section.py", tmp_path / "seen"
+    script.write_text(
+        "import os, subprocess, sys, time\n"
+        f"child = subprocess.Popen(['sleep', '60']); open({str(seen)!r}, 'w').write(str(child.pid))\n"
+        "os.abort() if sys.argv[2] == 'dies' else time.sleep(60)\n"
+    )
+    monkeypatch.setattr(kit, "__file__", str(script))
+    for name, why in (("hangs", "no end after 3 s"), ("dies", "exit code -6")):
+        assert kit.run(name, True, 3.0)["failed"] == why
+        deadline = time.monotonic() + 10
+        while is_running(seen.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not is_running(seen.read_text())
+    assert "Fatal Python error: Aborted" in kit.run("dies", True, 3.0)["stderr"]
 
 
 def test_a_section_that_fails_is_recorded_and_the_next_one_runs(

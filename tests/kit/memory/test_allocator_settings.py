@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -65,12 +66,26 @@ def losses(losses: dict[str | None, float | str | None], times: dict[str | None,
     """Stands for fresh processes: what each setting gives."""
     order: list[str | None] = []
 
-    def run(spec: Any, setting: str | None, timeout_s: float) -> Run | str:
-        order.append(setting)
-        loss = losses.get(setting)
-        return loss if isinstance(loss, str) else Run(times.get(setting, 1.0), None, loss)
+    class Process(contextlib.nullcontext):  # type: ignore[type-arg]
+        def __init__(self, spec: Any, setting: str | None) -> None:
+            super().__init__(self)
+            self.setting = setting
 
-    return run, order
+        def wait_until_ready(self) -> None:
+            pass
+
+        def run(self, timeout_s: float) -> Run | str:
+            order.append(self.setting)
+            loss = losses.get(self.setting)
+            return loss if isinstance(loss, str) else Run(times.get(self.setting, 1.0), None, loss)
+
+    return Process, order
+
+
+def run_of(spec: Any, setting: str | None, timeout_s: float = 60) -> Run | str:
+    with allocator_settings._started(spec, setting) as process:
+        process.wait_until_ready()
+        return process.run(timeout_s)
 
 
 class TestComparison:
@@ -83,7 +98,7 @@ class TestComparison:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run, order = losses({}, {"a": 0.5})
-        monkeypatch.setattr(allocator_settings, "_run", run)
+        monkeypatch.setattr(allocator_settings, "_started", run)
         result = compare_settings("m:f", {"x": "a", "y": "b"}, cuda=True)
         assert order == [None, "a", "b", "b", "a", None, None, "a", "b"]
         assert result.best() == "x"
@@ -91,21 +106,21 @@ class TestComparison:
 
     def test_one_that_fails_is_not_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run, order = losses({"a": "CUDA out of memory"}, {})
-        monkeypatch.setattr(allocator_settings, "_run", run)
+        monkeypatch.setattr(allocator_settings, "_started", run)
         result = compare_settings("m:f", {"x": "a"}, cuda=True)
         assert order.count("a") == 1
         assert result.failed == {"x": "CUDA out of memory"}
 
     def test_a_training_that_only_a_setting_lets_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run, _ = losses({None: "CUDA out of memory"}, {})
-        monkeypatch.setattr(allocator_settings, "_run", run)
+        monkeypatch.setattr(allocator_settings, "_started", run)
         result = compare_settings("m:f", {"x": "a"}, cuda=True)
         assert result.failed == {DEFAULT: "CUDA out of memory"}
         assert result.best() == "x"
 
     def test_one_that_always_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         run, _ = losses({None: "no", "a": "no"}, {})
-        monkeypatch.setattr(allocator_settings, "_run", run)
+        monkeypatch.setattr(allocator_settings, "_started", run)
         with pytest.raises(SettingsError, match="fails under every setting; as it is: no"):
             compare_settings("m:f", {"x": "a"}, cuda=True)
 
@@ -114,7 +129,7 @@ class TestComparison:
         self, monkeypatch: pytest.MonkeyPatch, loss: float | None
     ) -> None:
         run, _ = losses({None: 1.0, "a": loss, "b": 1.001}, {"a": 0.1, "b": 0.5})
-        monkeypatch.setattr(allocator_settings, "_run", run)
+        monkeypatch.setattr(allocator_settings, "_started", run)
         result = compare_settings("m:f", {"x": "a", "y": "b"}, cuda=True)
         assert result.failed == {"x": f"its loss is {loss}, and 1.0 as it is"}
         assert result.best() == "y"
@@ -158,7 +173,7 @@ class TestProcesses:
         )
         spec = allocator_settings._spec([str(file), "--epochs", "1"], 1, 1)
         for setting in (None, "max_split_size_mb:512"):
-            assert isinstance(allocator_settings._run(spec, setting, 60), Run)
+            assert isinstance(run_of(spec, setting), Run)
         assert (tmp_path / "seen").read_text().splitlines() == [
             "--epochs 1 -",
             "--epochs 1 max_split_size_mb:512",
@@ -179,7 +194,7 @@ class TestProcesses:
             monkeypatch.setenv(name, value)
         spec = allocator_settings._spec([str(file)], 1, 1)
         for setting in (settings_now(), "max_split_size_mb:128"):
-            assert isinstance(allocator_settings._run(spec, setting, 60), Run)
+            assert isinstance(run_of(spec, setting), Run)
         assert (tmp_path / "seen").read_text().splitlines() == [
             "max_split_size_mb:512 max_split_size_mb:256",
             "max_split_size_mb:128 max_split_size_mb:128",
@@ -191,14 +206,14 @@ class TestProcesses:
         if allocator_settings.torch.cuda.is_available():
             pytest.skip("there is a CUDA device: test_memory_on_a_gpu.py")
         spec = allocator_settings._spec(f"{file}:build", 1, 1)
-        why = allocator_settings._run(spec, own_settings(1 << 20)["pool by pointer"], 60)
+        why = run_of(spec, own_settings(1 << 20)["pool by pointer"])
         assert "no CUDA device to allocate on" in str(why)
 
     def test_a_process_without_end(self, tmp_path: Path) -> None:
         file = tmp_path / "train.py"
         file.write_text("while True: pass")
         spec = allocator_settings._spec([str(file)], 1, 1)
-        assert allocator_settings._run(spec, None, 0.5) == "no end after 0.5 s"
+        assert run_of(spec, None, 0.5) == "no end after 0.5 s"
 
 
 class TestTargets:

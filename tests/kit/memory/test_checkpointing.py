@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from flopwise.kit.memory import checkpointing
 from flopwise.kit.memory.checkpointing import checkpoint_blocks
-from flopwise.kit.memory.step_memory import step_memory
+from flopwise.kit.memory.step_memory import StepMemory, step_memory
 
 
 class Mlp(nn.Module):
@@ -115,6 +117,38 @@ class TestAgainstATarget:
         assert counts == sorted(counts)
         assert counts[0] == 0
         assert counts[-1] >= 3
+
+    @pytest.mark.parametrize(("off", "more"), [(5000, 1), (10**7, 3)])
+    def test_one_that_is_missed_by_a_little_is_reached_by_a_set_that_frees_more(
+        self,
+        net: Net,
+        x: torch.Tensor,
+        monkeypatch: pytest.MonkeyPatch,
+        off: int,
+        more: int,
+    ) -> None:
+        step = functools.partial(gradients, net, x)
+        exact = checkpoint_blocks(net, step, 0.8 * peak(net, x))
+        exact.undo()
+
+        class Rounding(StepMemory):
+            @property
+            def peak_bytes(self) -> int:
+                return super().peak_bytes + off
+
+        def rounded(module: nn.Module, step: Any, blocks: Any) -> StepMemory:
+            found = step_memory(module, step, blocks)
+            kept = any("forward" in m.__dict__ for m in module.modules())
+            return Rounding(**vars(found)) if kept else found
+
+        monkeypatch.setattr(checkpointing, "step_memory", rounded)
+        made = checkpoint_blocks(net, step, exact.choice.peak_bytes)
+        assert made.target_bytes == made.choice.target_bytes == exact.choice.peak_bytes
+        assert made.fits is (off == 5000), str(made)
+        assert len(made.choice.blocks) >= len(exact.choice.blocks) + more
+        assert set(made._forwards) == set(made.choice.blocks)
+        made.undo()
+        assert not any("forward" in m.__dict__ for m in net.modules())
 
     def test_a_target_out_of_reach_is_said(self, net: Net, x: torch.Tensor) -> None:
         made = checkpoint_blocks(net, lambda: net(x).mean().backward(), 1000)

@@ -53,6 +53,7 @@ class Lm(nn.Module):
     def __init__(self, vocabulary: int = 50257, width: int = 768, layers: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
+        nn.init.normal_(self.embed.weight, std=0.02)  # of 1, softmax saturates: no gradient is left
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embed.weight
@@ -67,7 +68,8 @@ class Lm(nn.Module):
 def step_of(model: nn.Module, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
     def step() -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            # Not what it is given: tied weights know that one, and there is nothing to learn.
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
         loss.backward()
         return loss.detach()
 
@@ -97,7 +99,14 @@ class TestPadding:
         assert made.layers[0].measured is not None
         assert made.layers[0].measured.faster
 
-    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize(
+        "compiled",
+        [
+            False,
+            # The compiler warns, of TF32 for one, and leaves processes and files behind.
+            pytest.param(True, marks=[pytest.mark.alone, pytest.mark.filterwarnings("ignore")]),
+        ],
+    )
     def test_losses_gradients_and_the_winners_are_those_of_the_unpadded_model(
         self, model: Lm, tokens: torch.Tensor, compiled: bool
     ) -> None:
@@ -110,6 +119,7 @@ class TestPadding:
         a, b = model.head.weight.grad, plain.head.weight.grad
         assert a is not None
         assert b is not None
+        assert float(b.norm()) > 1e-3
         assert float((a - b).norm() / b.norm()) < 0.02
         with torch.no_grad():
             logits, reference = model(tokens), plain(tokens)
@@ -170,6 +180,7 @@ class TestMemory:
             return loss, grad.clone()
 
         plain = result()
+        assert float(plain[1].norm()) > 1e-4
         model.zero_grad()
         least = checkpoint_blocks(model, step, 0, rounds=0)
         least.undo()
@@ -178,7 +189,8 @@ class TestMemory:
         assert made.fits, str(made)
         assert made.peak_bytes is not None
         assert made.choice.peak_bytes == pytest.approx(made.peak_bytes, rel=0.1)
-        assert all(torch.equal(a, b) for a, b in zip(result(), plain, strict=True))
+        apart = [float((a - b).norm() / b.norm()) for a, b in zip(result(), plain, strict=True)]
+        assert apart == [0.0, 0.0]
 
     @pytest.mark.parametrize("call", ["by name", "in a box"])
     def test_dropout_is_the_same_however_a_block_is_called(self, call: str) -> None:
@@ -227,18 +239,18 @@ class TestMemory:
 
     def test_emptying_the_cache_asks_the_driver_in_every_step(self) -> None:
         net = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).to(CUDA)
-        x = torch.randn(1024, 2048, device=CUDA)
+        x = torch.randn(64, 2048, device=CUDA)  # little to compute beside the driver's work
 
         def step() -> None:
             net(x).mean().backward()
             net.zero_grad()
             torch.cuda.empty_cache()
 
-        cost = empty_cache_cost(step)
+        cost = empty_cache_cost(step, rounds=15)
         assert cost.driver_calls is not None
-        assert cost.driver_calls[0] > 2 > cost.driver_calls[1]
+        assert cost.driver_calls[0] > 2 > cost.driver_calls[1], str(cost)
         assert cost.step is not None
-        assert cost.step.faster
+        assert cost.step.faster, str(cost)
 
     def test_fragmentation_is_read(self) -> None:
         tensors = [torch.empty(3 << 20, dtype=torch.uint8, device=CUDA) for _ in range(20)]
@@ -284,6 +296,7 @@ class TestAllocators:
         assert pool.driver_allocations == 0
 
 
+@pytest.mark.alone
 class TestLayout:
     def test_channels_last_is_decided_and_results_stay(self) -> None:
         torch.manual_seed(0)

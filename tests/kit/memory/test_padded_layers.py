@@ -150,10 +150,11 @@ def test_a_class_that_someone_changed_since_computes_plainly_after_the_undo() ->
     assert torch.equal(conv(image), plain)
 
 
-def test_compiled_it_gives_the_same() -> None:
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_compiled_it_gives_the_same(contiguous: bool) -> None:
     layer, x = nn.Linear(13, 21), torch.randn(4, 13)
     plain = layer(x)
-    switch_on(layer, 24, 16, True)
+    switch_on(layer, 24, 16, contiguous)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     y = compiled(x)
     torch.testing.assert_close(y, plain)
@@ -225,3 +226,39 @@ def test_channels_that_lie_innermost_lie_so_in_three_dimensions_too(kind: type[n
     switch_on(layer, 8, 8, True)
     assert layer(x).stride() == plain.stride()
     torch.testing.assert_close(layer(x), plain, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_result_may_be_written_in_place(contiguous: bool) -> None:
+    plain = nn.Linear(8, 5)
+    padded = copy.deepcopy(plain)
+    switch_on(padded, 8, 8, contiguous)
+    x = torch.randn(3, 8)
+    results = []
+    for layer in (plain, padded):
+        y = layer(x)
+        y.mul_(2)
+        y[0, 0] = 1.0
+        y.square().sum().backward()
+        results.append((y.detach(), layer.weight.grad))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_exported_vectorised_and_differentiated_twice_it_gives_the_same(contiguous: bool) -> None:
+    plain = nn.Linear(8, 5)
+    padded = copy.deepcopy(plain)
+    switch_on(padded, 8, 8, contiguous)
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(torch.export.export(padded, (x,)).module()(x), plain(x))
+    torch.testing.assert_close(torch.vmap(padded)(x), plain(x))
+    torch.testing.assert_close(
+        torch.func.jvp(padded, (x,), (torch.ones_like(x),))[1],
+        torch.func.jvp(plain, (x,), (torch.ones_like(x),))[1],
+    )
+    twice = [
+        torch.autograd.functional.hessian(lambda x, f=f: f(x).pow(3).sum(), x)
+        for f in (plain, padded)
+    ]
+    torch.testing.assert_close(*twice)

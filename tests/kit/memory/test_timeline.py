@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from flopwise.kit.memory.timeline import Timeline, memory_timeline
+from flopwise.units import size
 
 WIDTH, ROWS = 32, 64
 WEIGHT, BIAS, ACTIVATION = WIDTH * WIDTH * 4, WIDTH * 4, ROWS * WIDTH * 4
@@ -115,6 +116,18 @@ class TestPeak:
             y = net(torch.ones(ROWS, WIDTH))
             recorder.mark("now")
         assert ("1", "activations", ACTIVATION) in recorder.timeline.at_peak_by_module()
+        del y
+
+    def test_what_is_made_outside_of_layers_is_told_by_its_op(self) -> None:
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        with memory_timeline(net, inputs=torch.ones(3, 3)) as recorder:
+            y = net(torch.ones(ROWS, WIDTH)).log_softmax(1)
+        line = recorder.timeline
+        assert ("", "activations", "aten._log_softmax.default", ACTIVATION) in line.at_peak_by_op()
+        text = str(line)
+        assert f"  outside of layers, _log_softmax: {size(ACTIVATION)} of activations" in text
+        assert "  -:" not in text
+        assert text.count("parameters") == 1
         del y
 
     def test_it_is_told_in_words(self, record: tuple[Net, Timeline]) -> None:

@@ -1,4 +1,4 @@
-"""What a fresh process runs to measure a training under one allocator setting; started by `allocator_settings`."""
+"""What a fresh process runs to measure a training under one allocator setting; started by `fresh_process`."""
 
 from __future__ import annotations
 
@@ -70,5 +70,12 @@ def _wait() -> None:
         torch.cuda.synchronize()
 
 
+def main(out: str, spec: str, ready: str) -> None:
+    """Tells that all is imported, waits for a line on stdin, and writes what was measured; without one, it ends."""
+    Path(ready).touch()
+    if sys.stdin.readline():
+        Path(out).write_text(json.dumps(measure(json.loads(spec))), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(measure(json.loads(sys.argv[2]))))
+    main(*sys.argv[1:])

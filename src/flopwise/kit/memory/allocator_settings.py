@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import os
-import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from flopwise.kit.memory.allocator_counters import AllocatorState
 from flopwise.kit.memory.arguments import ArgumentError, need_number, need_whole
+from flopwise.kit.memory.fresh_process import FreshProcess
 from flopwise.kit.memory.interleaved import FEWEST_ROUNDS, ratio_of
 from flopwise.kit.memory.settings_comparison import (
     DEFAULT,
@@ -38,6 +35,8 @@ CANDIDATES: Mapping[str, str] = {
     "collect from 80 %": "garbage_collection_threshold:0.8",
 }
 _OWN = "own_allocator:"
+#: Processes that wait with torch imported, at most: some hundred MB of host memory each. Our choice.
+MOST_READY = 8
 #: From this on, a loss differs by more than another order of sums explains. Our choice.
 MOST_LOSS_FRAC = 0.01
 
@@ -137,10 +136,9 @@ def compare_settings(
         else:
             tried[name] = result.settings[name] = setting
     for index in range(max(rounds, FEWEST_ROUNDS)):
-        for name in list(tried) if index % 2 == 0 else reversed(tried):
-            if name in result.failed:
-                continue
-            run = _run(spec, tried[name], timeout_s)
+        names = [name for name in tried if name not in result.failed]
+        order = names if index % 2 == 0 else names[::-1]
+        for name, run in _in_turns(spec, {name: tried[name] for name in order}, timeout_s):
             if isinstance(run, Run):
                 result.runs.setdefault(name, []).append(run)
             else:
@@ -218,30 +216,27 @@ def _spec(target: Any, steps: int, warmup: int) -> dict[str, Any]:
     return {"function": target, "steps": steps, "warmup": warmup, "path": sys.path}
 
 
-def _run(spec: dict[str, Any], setting: str | None, timeout_s: float) -> Run | str:
-    """Returns what one fresh process measured, or what it failed with."""
+def _started(spec: dict[str, Any], setting: str | None) -> FreshProcess:
+    """Returns a fresh process under a setting, which waits for its turn."""
     # What is there now stays as it is: the two names may say different things.
     env = dict(os.environ) if setting == settings_now() else environment(setting)
     if setting is not None and setting.startswith(_OWN):
         spec = {**spec, "pool_bytes": int(setting.removeprefix(_OWN))}
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run.json"
-        words = [
-            sys.executable,
-            "-m",
-            "flopwise.kit.memory.allocator_probe",
-            str(out),
-            json.dumps(spec),
-        ]
-        source = str(Path(__file__).parents[3])
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, (source, env.get("PYTHONPATH"))))
-        try:
-            done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return f"no end after {timeout_s:g} s"
-        if done.returncode or not out.exists():
-            lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            return lines[-1][:300]
-        found = json.loads(out.read_text())
-    state = found.pop("state")
-    return Run(**found, state=AllocatorState(**state) if state else None)
+    return FreshProcess(spec, env)
+
+
+def _in_turns(
+    spec: dict[str, Any], tried: Mapping[str, str | None], timeout_s: float
+) -> Iterator[tuple[str, Run | str]]:
+    """Yields what each setting came to: processes import side by side, and run one after another."""
+    names, at_once = list(tried), max(1, min(MOST_READY, os.cpu_count() or 1))
+    for first in range(0, len(names), at_once):
+        with contextlib.ExitStack() as stack:
+            ready = {
+                name: stack.enter_context(_started(spec, tried[name]))
+                for name in names[first : first + at_once]
+            }
+            for process in ready.values():
+                process.wait_until_ready()
+            for name, process in ready.items():
+                yield name, process.run(timeout_s)

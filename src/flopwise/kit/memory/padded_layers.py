@@ -176,14 +176,15 @@ def _cut(result: torch.Tensor, dim: int, size: int, contiguous: bool) -> torch.T
     more = result.shape[dim] - size
     if more == 0:
         return result
+    # The gradient of a piece of a split is joined with zeros in one pass; that of a slice takes two. The rest and the
+    # whole are nobody's from here on, so that this one may be written in place, which a piece of a plain split may not.
+    piece = torch.unsafe_split(result, size, dim)[0]
     if not contiguous:
-        return result.narrow(dim, 0, size)
+        return piece
     last = _LAST.get(result.dim())
     innermost = last is not None and result.is_contiguous(memory_format=last)
     layout = last if last is not None and innermost else torch.contiguous_format
-    # The gradient of a piece of a split is joined with zeros in one pass; that of a slice takes two.
-    pieces: tuple[torch.Tensor, ...] = result.split((size, more), dim)
-    return pieces[0].clone(memory_format=layout)
+    return piece.clone(memory_format=layout)
 
 
 def _parameters(

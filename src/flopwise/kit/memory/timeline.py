@@ -32,6 +32,8 @@ CATEGORIES = (
     "inputs",
     "unknown",
 )
+#: Of these the sum is all there is to say: they were there before, and no layer's forward made them.
+_NO_LAYERS = ("parameters", "optimizer state", "inputs")
 
 
 @dataclass
@@ -74,9 +76,16 @@ class Timeline:
     def at_peak_by_module(self) -> list[tuple[str, str, int]]:
         """Returns module, category and bytes of what lived at the peak, the largest first."""
         held: Counter[tuple[str, str]] = Counter()
+        for module, category, _, n_bytes in self.at_peak_by_op():
+            held[module, category] += n_bytes
+        return [(m, c, n) for (m, c), n in held.most_common()]
+
+    def at_peak_by_op(self) -> list[tuple[str, str, str, int]]:
+        """Returns module, category, the op that made it and bytes of what lived at the peak, the largest first."""
+        held: Counter[tuple[str, str, str]] = Counter()
         for piece, change in self.events[: self._peak_index() + 1]:
-            held[piece.module, piece.category] += change
-        return [(m, c, n) for (m, c), n in held.most_common() if n > 0]
+            held[piece.module, piece.category, piece.op] += change
+        return [(m, c, op, n) for (m, c, op), n in held.most_common() if n > 0]
 
     def at_mark(self, name: str) -> Moment:
         """Returns the memory at the last moment marked with this name.
@@ -101,8 +110,17 @@ class Timeline:
         peak = self.peak
         lines = [f"peak {size(peak.total_bytes)} on {self.device} after {peak.op}"]
         lines += [f"  {c}: {size(n)}" for c in CATEGORIES if (n := peak.by_category.get(c, 0))]
-        lines += [f"  {m or '-'}: {size(n)} of {c}" for m, c, n in self.at_peak_by_module()[:8]]
+        lines += [f"  {where}: {size(n)} of {c}" for where, c, n in self._largest()[:8]]
         return "\n".join(lines)
+
+    def _largest(self) -> list[tuple[str, str, int]]:
+        """Returns who holds what at the peak; outside of all layers, as in a loss, the ops that made it."""
+        held: Counter[tuple[str, str]] = Counter()
+        for module, category, op, n_bytes in self.at_peak_by_op():
+            if module or category not in _NO_LAYERS:
+                op = op.removeprefix("aten.").removesuffix(".default")
+                held[module or f"outside of layers, {op}", category] += n_bytes
+        return [(where, c, n) for (where, c), n in held.most_common()]
 
     def _peak_index(self) -> int:
         total = most = 0
