@@ -34,7 +34,7 @@ SECTIONS = {
     "fp8": dtypes.float8,
 }
 #: Of a section, whatever the budget.
-MOST_S = 110.0
+MOST_S = 40.0
 
 
 def main(arguments: list[str] | None = None) -> int:
