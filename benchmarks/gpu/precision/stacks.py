@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+
 class Block(nn.Module):
     """Attention and a perceptron, with norms before."""
 
@@ -156,7 +157,10 @@ def median_of(values: Sequence[float]) -> dict[str, float]:
     coin come up heads. Fewer than six say nothing.
     """
     sorted_, n = sorted(values), len(values)
-    outside, below = 0, 0.0  # values left out at each end, and how probable it is that so few are below the median
+    outside, below = (
+        0,
+        0.0,
+    )  # values left out at each end, and how probable it is that so few are below the median
     while (below := below + math.comb(n, outside) / 2**n) <= 0.025:
         outside += 1
     low, high = (sorted_[outside - 1], sorted_[n - outside]) if outside else (-math.inf, math.inf)
