@@ -98,11 +98,12 @@ def test_waits_are_counted_by_a_profile(run: Run, monkeypatch: pytest.MonkeyPatc
 
 def test_a_failing_section_is_recorded_and_the_others_go_on(run: Run) -> None:
     broken = (
-        "def fails(tiny, deadline): raise ValueError('as planted')\nk.SECTIONS['mixed'] = fails"
+        "def fails(tiny, deadline): raise ValueError('as planted in /some/folder/x.py')\n"
+        "k.SECTIONS['mixed'] = fails"
     )
     done, out = run("mixed,tf32", before=broken)
     assert done.returncode == 1
-    assert out["sections"]["mixed"]["error"] == "ValueError: as planted"
+    assert out["sections"]["mixed"]["error"] == "ValueError: as planted in x.py"
     assert "skipped" in out["sections"]["tf32"]
 
 
@@ -110,6 +111,33 @@ def test_a_spent_budget_leaves_sections_out(run: Run) -> None:
     done, out = run("tf32", "--budget-s", "-1")
     assert done.returncode == 0
     assert out["sections"]["tf32"] == {"skipped": "the budget was spent"}
+
+
+def test_sections_of_an_earlier_run_are_kept_where_the_machine_is_the_same(
+    run: Run, tmp_path: Path
+) -> None:
+    run("tf32")
+    done, out = run("fp8", "--keep")
+    assert done.returncode == 0, done.stderr
+    assert set(out["sections"]) == {"tf32", "fp8"}
+    _, out = run("fp8", "--keep", "--budget-s", "-1")
+    assert "declined" in out["sections"]["fp8"]  # what was measured stays
+    out["environment"]["device"] = "another"
+    (tmp_path / "out.json").write_text(json.dumps(out))
+    done, _ = run("fp8", "--keep")
+    assert done.returncode == 2
+    assert "is of another machine" in done.stderr
+
+
+def test_the_section_is_put_into_a_page_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    from precision.page import put_into
+
+    first = put_into("# Page\n\n## Limits\n\nNone.\n", "1 ms")
+    assert first == "# Page\n\n## Limits\n\nNone.\n\n## Measured on an H200\n\n1 ms\n"
+    assert put_into(first, "2 ms") == first.replace("1 ms", "2 ms")
+    between = first + "\n## More\n\nText.\n"
+    assert put_into(between, "2 ms") == between.replace("1 ms", "2 ms")
 
 
 def test_an_unknown_section_is_named(run: Run) -> None:

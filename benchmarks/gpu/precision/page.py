@@ -1,14 +1,15 @@
 """Writes the section "Measured on an H200" of docs/kit/precision.md from raw results.
 
-    python benchmarks/gpu/precision/page.py benchmarks/results/h200/kit_precision.json
+    python benchmarks/gpu/precision/page.py benchmarks/results/h200/kit_precision.json [--into docs/kit/precision.md]
 
-Prints Markdown. Sections that were not measured are left out, and one that missed its aim says so.
+Prints Markdown, or puts it into the page, as its last section. Sections that were not measured are left out, and one
+that missed its aim says so.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,5 +167,32 @@ WRITERS = {
     "fp8": _float8,
 }
 
+HEADING = "## Measured on an H200"
+
+
+def put_into(text: str, section: str) -> str:
+    """Returns a page with the section in it: in the place of the one that it has, else at the end."""
+    before, heading, after = text.partition(f"{HEADING}\n")
+    _, next_heading, rest = after.partition("\n## ")
+    whole = f"{before.rstrip()}\n\n{HEADING}\n\n{section.strip()}\n"
+    return whole + next_heading + rest if heading else whole
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the section of a result, or puts it into a page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--into", type=Path, help="a page in Markdown")
+    options = parser.parse_args(arguments)
+    section = page(json.loads(options.result.read_text(encoding="utf-8")))
+    if options.into is None:
+        print(section)
+    else:
+        text = options.into.read_text(encoding="utf-8")
+        options.into.write_text(put_into(text, section), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(page(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    main()
