@@ -49,7 +49,8 @@ def train_step(
 
 def made(width: int, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns a stack of blocks and its optimizer."""
-    model = Stack(width, layers).to(device())
+    with device():
+        model = Stack(width, layers)
     return model, torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
 
 

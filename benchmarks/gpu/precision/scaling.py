@@ -229,7 +229,8 @@ LIMIT = 0.005
 def _size(width: int, rounds: int, tiny: bool, deadline: float) -> dict[str, Any]:
     """Measures the overhead for one size of model."""
     length, target, steps = (8, 1e-3, 2) if tiny else (512, 0.010, 10)
-    model = Wide(width, 3).to(device())
+    with device():
+        model = Wide(width, 3)
     optimizer = optimizer_of("adamw fused", model)
 
     def made(
@@ -274,7 +275,8 @@ def _size(width: int, rounds: int, tiny: bool, deadline: float) -> dict[str, Any
 
 def _masked(deadline: float) -> dict[str, Any]:
     """SGD that is not fused: taken back on the device against waiting for it."""
-    model = Wide(1792, 3).to(device())
+    with device():
+        model = Wide(1792, 3)
     optimizer = optimizer_of("sgd foreach", model)
     x = batch(128, 512, 1792)
     part = x.numel() * OUTPUT_GRADIENT
