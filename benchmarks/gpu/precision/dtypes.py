@@ -7,7 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from precision.stacks import Stack, batch, change, device, interleaved, loss_of, medians_ms
+from precision.stacks import (
+    Stack,
+    batch,
+    change,
+    device,
+    host_seconds,
+    interleaved,
+    loss_of,
+    medians_ms,
+)
 from torch import nn
 
 from flopwise.kit.precision import (
@@ -40,13 +49,15 @@ def train_step(
 
 def made(width: int, layers: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns a stack of blocks and its optimizer."""
-    model = Stack(width, layers).to(device())
+    with device():
+        model = Stack(width, layers)
     return model, torch.optim.AdamW(model.parameters(), 1e-5, fused=True)
 
 
 def mixed(tiny: bool, deadline: float) -> dict[str, Any]:
     """Time of a training step in each dtype, and the share of FLOPs that really ran in it."""
-    width, layers, sequences, length = (16, 1, 2, 8) if tiny else (1024, 8, 16, 512)
+    # Few layers, and wide: the host launches a step in less time than the device takes for it.
+    width, layers, sequences, length = (16, 1, 2, 8) if tiny else (2048, 2, 16, 1024)
     x = batch(sequences, length, width)
     arms: dict[str, Callable[[], None]] = {}
     effects: dict[str, Any] = {}
@@ -66,9 +77,10 @@ def mixed(tiny: bool, deadline: float) -> dict[str, Any]:
             "weight_casts": seen.weight_casts,
             "weight_cast_bytes": seen.weight_cast_bytes,
         }
-    times = interleaved(arms, 3 if tiny else 5, 3 if tiny else 20, deadline)
+    times = interleaved(arms, 3, 6 if tiny else 12, deadline)
     return {
         "step_ms": medians_ms(times),
+        "host_ms": {name: round(host_seconds(arm) * 1e3, 3) for name, arm in arms.items()},
         "against_float32": {n: change(times, n, "float32") for n in times if n != "float32"},
         "effects": effects,
         "ok": all("declined" in e or e["share"] >= 0.95 for e in effects.values()),
@@ -111,7 +123,7 @@ def tf32(tiny: bool, deadline: float) -> dict[str, Any]:
 
 def master_weights(tiny: bool, deadline: float) -> dict[str, Any]:
     """Memory and time with float32 weights under autocast against 16-bit weights with masters, and equality."""
-    width, layers, sequences, length = (16, 1, 2, 8) if tiny else (1536, 12, 8, 512)
+    width, layers, sequences, length = (16, 1, 2, 8) if tiny else (4096, 2, 8, 512)
     x = batch(sequences, length, width)
     rows: dict[str, Any] = {}
     arms: dict[str, Callable[[], None]] = {}
@@ -123,8 +135,14 @@ def master_weights(tiny: bool, deadline: float) -> dict[str, Any]:
         held = MasterWeights(model, optimizer) if arm == "masters" else None
         MixedPrecision(model, "bfloat16")
         step = train_step(model, optimizer, x)
-        for _ in range(3):
-            step()
+        # Attention's backward adds up in no fixed order otherwise.
+        torch.use_deterministic_algorithms(True)
+        try:
+            for _ in range(4):
+                step()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        states.append({k: v.to("cpu", copy=True) for k, v in model.state_dict().items()})
         if device().type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         step()
@@ -137,15 +155,15 @@ def master_weights(tiny: bool, deadline: float) -> dict[str, Any]:
             if device().type == "cuda"
             else None,
         }
-        states.append({k: v.clone() for k, v in model.state_dict().items()})
         arms[arm] = step
     equal = [torch.equal(a, b) for a, b in zip(states[0].values(), states[1].values(), strict=True)]
     states.clear()
-    times = interleaved(arms, 3 if tiny else 5, 3 if tiny else 20, deadline)
+    times = interleaved(arms, 3 if tiny else 5, 6 if tiny else 12, deadline)
     return {
         "parameters": sum(t.numel() for t in model.parameters()),
         "memory": rows,
         "step_ms": medians_ms(times),
+        "host_ms": {name: round(host_seconds(arm) * 1e3, 3) for name, arm in arms.items()},
         "masters_against_autocast": change(times, "masters", "autocast"),
         "equal_state_dicts_after_4_steps": all(equal),
         "ok": all(equal),
@@ -153,11 +171,15 @@ def master_weights(tiny: bool, deadline: float) -> dict[str, Any]:
 
 
 def float8(tiny: bool, deadline: float) -> dict[str, Any]:
-    """A training step with float8 products against bfloat16, compiled, where torchao is there."""
+    """A training step with float8 products against bfloat16, compiled, where torchao is there; else that it is declined."""
     width, layers, sequences, length = (16, 1, 2, 8) if tiny else (4096, 4, 8, 2048)
-    probe = MixedPrecision(nn.Linear(16, 16).to(device()), "float8")
-    if probe.declined is not None:
-        return {"skipped": probe.declined}
+    probe = nn.Linear(2048, 2048).to(device())
+    x = torch.randn(16, 2048, device=device())
+    with torch.no_grad():
+        before = probe(x)
+        asked = MixedPrecision(probe, "float8")
+        if asked.declined is not None:
+            return {"declined": asked.declined, "ok": torch.equal(probe(x), before)}
     x = batch(sequences, length, width)
     arms: dict[str, Callable[[], None]] = {}
     notes = {}

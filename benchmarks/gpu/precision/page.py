@@ -1,14 +1,15 @@
 """Writes the section "Measured on an H200" of docs/kit/precision.md from raw results.
 
-    python benchmarks/gpu/precision/page.py benchmarks/results/h200/kit_precision.json
+    python benchmarks/gpu/precision/page.py benchmarks/results/h200/kit_precision.json [--into docs/kit/precision.md]
 
-Prints Markdown. Sections that were not measured are left out, and one that missed its aim says so.
+Prints Markdown, or puts it into the page, as its last section. Sections that were not measured are left out, and one
+that missed its aim says so.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def page(result: dict[str, Any]) -> str:
     parts = [
         f"One {machine['device']}, torch {machine['torch']}, arms in turns in one process "
         "(`benchmarks/gpu/kit_precision.py`, raw figures in `benchmarks/results/h200/kit_precision.json`). "
-        "Intervals are 95 %, paired by round."
+        "Changes are medians over the rounds, each of which has all arms, with intervals that hold the true median with 95 %."
     ]
     for name, write in WRITERS.items():
         section = result["sections"].get(name)
@@ -29,6 +30,8 @@ def page(result: dict[str, Any]) -> str:
         if "error" in section or "skipped" in section:
             why = section.get("error") or section["skipped"]
             parts.append(f"**{TITLES[name]}** Not measured: {why.rstrip('.')}.")
+        elif "declined" in section:
+            parts.append(f"**{TITLES[name]}** Declined there: {section['declined'].rstrip('.')}.")
         else:
             parts.append(f"**{TITLES[name]}** " + "\n".join(write(section)))
     return "\n\n".join(parts)
@@ -41,6 +44,12 @@ def _equal(section: dict[str, Any]) -> Iterator[str]:
         f"{same} of {all_} tensors (weights, optimizer state, scales) are equal to GradScaler's to the bit after {section['steps']} "
         f"steps with overflows, in {len(rows)} set-ups of optimizer and clipping."
     )
+    for row in rows:
+        name = f"{row['optimizer']}{', clipped' if row['clip'] else ''}"
+        if row["differ"]:
+            yield f"{name}: {len(row['differ'])} differ, by up to {max(row['differ'].values()):.1e}."
+        if not row["gradscaler_equals_itself"]:
+            yield f"{name}: two runs of GradScaler differ, too."
 
 
 def _sync(section: dict[str, Any]) -> Iterator[str]:
@@ -58,22 +67,28 @@ def _sync(section: dict[str, Any]) -> Iterator[str]:
 
 
 def _overhead(section: dict[str, Any]) -> Iterator[str]:
-    yield "float16 with the scaler against the same step with a constant in its place, AdamW fused:"
+    first = section["sizes"][0]
+    yield (
+        "Linear layers in float16 with the scaler, against the same step with a constant in its place, AdamW fused. The cost "
+        "is the difference as a share of the bfloat16 step:"
+    )
     yield ""
-    yield "| parameters | step | DynamicScaler | GradScaler | DynamicScaler against bfloat16 |"
-    yield "|---|---|---|---|---|"
+    yield "| parameters | bfloat16 step | cost of DynamicScaler | of GradScaler | float16 without a scaler against bfloat16 | with DynamicScaler |"
+    yield "|---|---|---|---|---|---|"
     for size in section["sizes"]:
         yield (
-            f"| {size['parameters'] / 1e6:.1f} M | {size['step_ms']['float16, no scaler']:.2f} ms | "
-            f"{_change(size['against_no_scaler'])} | {_change(size['gradscaler_against_no_scaler'])} | "
+            f"| {size['parameters'] / 1e6:.1f} M | {size['step_ms']['bfloat16']:.2f} ms | {_change(size['cost'])} | "
+            f"{_change(size['gradscaler_cost'])} | {_change(size['no_scaler_against_bfloat16'])} | "
             f"{_change(size['against_bfloat16'])} |"
         )
     under = [f"{n / 1e6:.1f} M" for n in section["under_limit_at_parameters"]]
     yield ""
     yield (
         f"Surely under {section['limit_frac']:.1%} are {', '.join(under) or 'none'} of these: the cost goes with the parameters, "
-        "not with the step."
+        f"not with the step. The same arm twice differs by {_change(first['same_twice'])}, so that much cannot be told apart."
     )
+    if not all(size["device_bound"] for size in section["sizes"]):
+        yield "Not in all of them was the device what took the time: the host launched too slowly."
     for row in section["unfused"]:
         yield ""
         yield (
@@ -152,5 +167,32 @@ WRITERS = {
     "fp8": _float8,
 }
 
+HEADING = "## Measured on an H200"
+
+
+def put_into(text: str, section: str) -> str:
+    """Returns a page with the section in it: in the place of the one that it has, else at the end."""
+    before, heading, after = text.partition(f"{HEADING}\n")
+    _, next_heading, rest = after.partition("\n## ")
+    whole = f"{before.rstrip()}\n\n{HEADING}\n\n{section.strip()}\n"
+    return whole + next_heading + rest if heading else whole
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the section of a result, or puts it into a page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--into", type=Path, help="a page in Markdown")
+    options = parser.parse_args(arguments)
+    section = page(json.loads(options.result.read_text(encoding="utf-8")))
+    if options.into is None:
+        print(section)
+    else:
+        text = options.into.read_text(encoding="utf-8")
+        options.into.write_text(put_into(text, section), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    print(page(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))))
+    main()

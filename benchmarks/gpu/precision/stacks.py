@@ -12,21 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-#: 97.5 % quantile of Student's t by degrees of freedom; between two the larger is taken. Source: any table of t.
-T_975 = {
-    1: 12.71,
-    2: 4.30,
-    3: 3.18,
-    4: 2.78,
-    5: 2.57,
-    7: 2.36,
-    9: 2.26,
-    14: 2.14,
-    19: 2.09,
-    29: 2.05,
-    59: 2.00,
-}
-
 
 class Block(nn.Module):
     """Attention and a perceptron, with norms before."""
@@ -64,6 +49,20 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class Wide(nn.Module):
+    """Linear layers of `width` with GELU between: few kernels, so that the device is behind the host, never before it."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:-1]:
+            x = F.gelu(layer(x))
+        return self.layers[-1](x)
+
+
 def loss_of(model: nn.Module, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     """Returns a float32 loss times a factor, so that float16 gradients do not vanish where no scaler is."""
     return (model(x).float() - 1).square().mean() * factor
@@ -81,7 +80,10 @@ def batch(sequences: int, length: int, width: int) -> torch.Tensor:
 
 
 def seconds(steps: int, step: Callable[[], Any]) -> float:
-    """Returns seconds a step, by events on the device or by the host's clock."""
+    """Returns seconds a step, by events on the device or by the host's clock.
+
+    On a device one step more runs before the first event, so that the host is ahead from there on.
+    """
     if device().type != "cuda":
         start = time.perf_counter()
         for _ in range(steps):
@@ -89,6 +91,7 @@ def seconds(steps: int, step: Callable[[], Any]) -> float:
         return (time.perf_counter() - start) / steps
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
+    step()
     begun.record()
     for _ in range(steps):
         step()
@@ -97,12 +100,25 @@ def seconds(steps: int, step: Callable[[], Any]) -> float:
     return begun.elapsed_time(ended) / 1e3 / steps
 
 
+def host_seconds(step: Callable[[], Any], steps: int = 3) -> float:
+    """Returns seconds that the host needs to launch a step, the device's queue being empty at first."""
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    taken = (time.perf_counter() - start) / steps
+    if device().type == "cuda":
+        torch.cuda.synchronize()
+    return taken
+
+
 def sequences_for(
     target_s: float, make_step: Callable[[int], Callable[[], Any]], most: int = 512
 ) -> int:
     """Returns how many sequences make a step of about `target_s`."""
     count = 2
-    for _ in range(4):
+    for _ in range(6):
         step = make_step(count)
         seconds(3, step)
         taken = seconds(5, step)
@@ -130,13 +146,25 @@ def interleaved(
 
 
 def change(times: Mapping[str, Sequence[float]], arm: str, base: str) -> dict[str, float]:
-    """Returns how much longer an arm takes than another, paired by round, with a 95 % interval by Student's t."""
-    shares = [a / b - 1 for a, b in zip(times[arm], times[base], strict=True)]
-    mean, rounds = statistics.fmean(shares), len(shares)
-    spread = statistics.stdev(shares) / math.sqrt(rounds) if rounds > 1 else math.inf
-    t = T_975[max((k for k in T_975 if k < rounds), default=1)]
-    low, high = mean - t * spread, mean + t * spread
-    return {"frac": mean, "low_frac": low, "high_frac": high, "rounds": rounds}
+    """Returns how much longer an arm takes than another: the median of the rounds, with a 95 % interval."""
+    return median_of([a / b - 1 for a, b in zip(times[arm], times[base], strict=True)])
+
+
+def median_of(values: Sequence[float]) -> dict[str, float]:
+    """Returns the median as `frac`, and an interval that holds the true one with at least 95 %, whatever the distribution.
+
+    The interval lies between two of the sorted values: as many of n values are below their true median as tosses of a
+    coin come up heads. Fewer than six say nothing.
+    """
+    sorted_, n = sorted(values), len(values)
+    outside, below = (
+        0,
+        0.0,
+    )  # values left out at each end, and how probable it is that so few are below the median
+    while (below := below + math.comb(n, outside) / 2**n) <= 0.025:
+        outside += 1
+    low, high = (sorted_[outside - 1], sorted_[n - outside]) if outside else (-math.inf, math.inf)
+    return {"frac": statistics.median(sorted_), "low_frac": low, "high_frac": high, "rounds": n}
 
 
 def medians_ms(times: Mapping[str, Sequence[float]]) -> dict[str, float]:

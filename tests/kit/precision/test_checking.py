@@ -45,6 +45,9 @@ def test_without_a_look_magnitudes_say_only_whether_all_is_finite() -> None:
         assert {k: v.item() for k, v in found.items()} == {CPU: found_inf}
         assert [a.item() for a in amaxes] == [amax]
         assert grads[0][0].item() == 0.25
+        found, amaxes = check([torch.tensor([1.0, value])], CPU, look=False)
+        assert {k: v.item() for k, v in found.items()} == {CPU: found_inf}
+        assert [a.item() for a in amaxes] == [amax]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])

@@ -38,6 +38,14 @@ MAKERS: dict[str, Make] = {
     "adamw foreach": lambda m: [torch.optim.AdamW(m.parameters(), 0.01, foreach=True)],
     "adamw fused": lambda m: [torch.optim.AdamW(m.parameters(), 0.01, fused=True)],
     "sgd fused": lambda m: [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, fused=True)],
+    "sgd nesterov fused": lambda m: [
+        torch.optim.SGD(
+            m.parameters(), 0.1, momentum=0.9, weight_decay=0.1, nesterov=True, fused=True
+        )
+    ],
+    "adam decayed fused": lambda m: [
+        torch.optim.Adam(m.parameters(), 0.01, weight_decay=0.1, fused=True)
+    ],
     "adagrad": lambda m: [torch.optim.Adagrad(m.parameters(), 0.1)],
     "groups": lambda m: [torch.optim.SGD(groups(m), momentum=0.9)],
     "groups fused": lambda m: [torch.optim.AdamW(groups(m), fused=True)],

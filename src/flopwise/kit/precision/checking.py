@@ -14,13 +14,14 @@ from flopwise.kit.precision.statistics import by_device, largest
 Checked = tuple[dict[torch.device, torch.Tensor], list[torch.Tensor]]
 
 
-def check(grads: Sequence[torch.Tensor], home: torch.device) -> Checked:
+def check(grads: Sequence[torch.Tensor], home: torch.device, look: bool = True) -> Checked:
     """Returns found_inf by device and the largest magnitude of the gradients, in one pass that only reads them.
 
     The largest magnitude is not finite exactly if any entry is not.
 
     Args:
         home: the device that magnitudes are brought to.
+        look: whether magnitudes are wanted; else they are inf where found_inf is 1, and 0 where not.
     """
     per_device: dict[torch.device, torch.Tensor] = {}
     amaxes: list[torch.Tensor] = []
@@ -33,7 +34,7 @@ def check(grads: Sequence[torch.Tensor], home: torch.device) -> Checked:
             amax = torch.zeros((), device=device)
         torch._amp_foreach_non_finite_check_and_unscale_([amax], found, one)
         per_device[device] = found
-        amaxes.append(amax.to(home, non_blocking=True))
+        amaxes.append((amax if look else _finite(found)).to(home, non_blocking=True))
     return per_device, amaxes
 
 
@@ -58,11 +59,16 @@ def check_and_unscale(
         factor = inverse_scale.to(device, non_blocking=True)
         for tensors in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)
-        finite = found.atanh()  # of 0 it is 0 and of 1 inf, in one kernel
+        finite = _finite(found)
         amax = finite if amax is None else torch.maximum(amax, finite)
         per_device[device] = found
         amaxes.append(amax.to(home, non_blocking=True))
     return per_device, amaxes
+
+
+def _finite(found: torch.Tensor) -> torch.Tensor:
+    """Returns 0 where found_inf is 0 and inf where it is 1, by one kernel."""
+    return found.atanh()
 
 
 def group_of(optimizer: torch.optim.Optimizer, asked: Any) -> Any:

@@ -351,9 +351,6 @@ class DynamicScaler(KnowingScaler):
         factors = (self._growth_factor, self._backoff_factor, self.min_scale)
         return self._powers and all(map(power_of_two, factors))
 
-    def _capturing(self) -> bool:
-        return self._device == "cuda" and torch.cuda.is_current_stream_capturing()
-
     def _review_if_due(self, late: Late, scale: torch.Tensor) -> None:
         if self.schedule == "magnitude" and self._magnitude.due(self._updates):
             numbers = self._magnitude.review(late.recent(), scale, self._backoff_factor)

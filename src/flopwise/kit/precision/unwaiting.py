@@ -16,6 +16,7 @@ from flopwise.kit.precision.checking import (
     group_of,
     share,
 )
+from flopwise.kit.precision.fused_steps import makes_momentum, same_unscaled
 from flopwise.kit.precision.leftovers import Leftovers
 from flopwise.kit.precision.masked_step import Copies, copied, has_state, masked_step, unmaskable
 from flopwise.kit.precision.saying import Once, users_line
@@ -97,6 +98,10 @@ class UnwaitingScaler(GradScaler):
         """Returns whether the magnitudes of this step's gradients are wanted."""
         return True
 
+    def _capturing(self) -> bool:
+        """Returns whether a CUDA graph is captured: nothing can be read then."""
+        return self._device == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _exact(self) -> bool:
         """Returns whether the scale is known to be a power of two: multiplying by its inverse is then dividing by it."""
         return False
@@ -127,7 +132,7 @@ class UnwaitingScaler(GradScaler):
         """Steps a fused optimizer with what GradScaler would give it, by fewer kernels and passes.
 
         The kernels of fused optimizers divide gradients by `grad_scale` and write them back. Where multiplying them is the
-        same to the bit, the check does so instead: it writes them anyway.
+        same to the bit, weights included, the check does so instead: it writes them anyway.
         """
         state = self._per_optimizer_states[id(optimizer)]
         scale, _ = self._check_scale_growth_tracker("step")
@@ -135,9 +140,13 @@ class UnwaitingScaler(GradScaler):
         divides = False
         if ready:
             grads = self._gradients(optimizer)
-            divides = not self._exact() or any(g.dtype is not torch.float32 for g in grads)
+            divides = (
+                not self._exact()
+                or not same_unscaled(optimizer)
+                or any(g.dtype is not torch.float32 for g in grads)
+            )
             if divides:
-                checked = check(grads, scale.device)
+                checked = check(grads, scale.device, self._looks())
             else:
                 found = torch.zeros((), device=scale.device)
                 checked = check_and_unscale(grads, found, scale.reciprocal(), self._looks())
@@ -145,9 +154,13 @@ class UnwaitingScaler(GradScaler):
         founds = [
             f.to(scale.device, non_blocking=True) for f in state["found_inf_per_device"].values()
         ]
+        found_inf = founds[0] if len(founds) == 1 else torch.stack(founds).amax()
+        if makes_momentum(optimizer) and not self._capturing() and found_inf.item():
+            state["stage"] = OptState.STEPPED
+            return None
         takes = cast(Any, optimizer)
         takes.grad_scale = scale if divides else None
-        takes.found_inf = founds[0] if len(founds) == 1 else torch.stack(founds).amax()
+        takes.found_inf = found_inf
         try:
             result = optimizer.step(*args, **kwargs)
         finally:
