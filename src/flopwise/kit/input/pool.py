@@ -116,6 +116,7 @@ class PinnedPool:
 
     def block(self, slot: int) -> torch.Tensor:
         """Returns the slot's room as bytes, behind its header."""
+        self._block.meet(slot * self._pitch, self._pitch)
         return self._block.tensor(slot * self._pitch + HEADER_BYTES, self.slot_bytes)
 
     def filled(
