@@ -62,7 +62,7 @@ def test_the_link_is_measured_against_ordinary_ways_in_turns(bench, tmp_path):
 def test_mapped_memory_gives_the_same_numbers(bench, tmp_path):
     code, figures = run(bench, tmp_path, "mapped")
     assert code == 0, figures["mapped"].get("traceback")
-    assert set(figures["mapped"]["reads_s"]["1 MB"]) == {
+    assert set(figures["mapped"]["reads_s"]["1 MiB"]) == {
         "copy",
         "copy, then kernel",
         "kernel over the link",
