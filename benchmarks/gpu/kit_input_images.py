@@ -140,8 +140,10 @@ def pooled(data: Dataset[Any], batch: int, workers: int) -> tuple[DataLoader[Any
     return loader_of(data, batch, workers, collate_fn=collate_into(pool)), pool
 
 
-def supply_of(batches: Iterator[Any], batch: int, steps: int) -> float:
-    """Returns the images a second that come where nothing else is done."""
+def supply_of(batches: Iterator[Any], batch: int, ahead: int, steps: int) -> float:
+    """Returns the images a second that come where nothing else is done; `ahead` batches are queued already."""
+    for _ in range(ahead):
+        next(batches)
     begun = time.perf_counter()
     for _ in range(steps):
         next(batches)
@@ -182,7 +184,7 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
     print(said(turns.rounds, "ours"), flush=True)
     figures["arms"] = against(figures["step_s"], "synthetic")
     figures["ours_fallbacks"] = pool.counts.fallbacks
-    figures["supply_images_per_s"] = supply_of(arms["ours"], batch, drain)
+    figures["supply_images_per_s"] = supply_of(arms["ours"], batch, drain, drain)
     synthetic = figures["arms"]["synthetic"]["step_s"]
     figures["summary"] = {
         "ratio_to_synthetic": {name: arm["ratio"] for name, arm in figures["arms"].items()},

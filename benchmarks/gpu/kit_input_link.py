@@ -79,8 +79,13 @@ class Touching:
             self.pool.block(slot)
 
 
-def supply(batches: Iterator[Any], count: int) -> float:
-    """Returns how many batches a second come where nothing else is done: by workers or link, whichever is slower."""
+def supply(batches: Iterator[Any], ahead: int, count: int) -> float:
+    """Returns how many batches a second come where nothing else is done: by workers or link, whichever is slower.
+
+    `ahead` are queued already and not counted.
+    """
+    for _ in range(ahead):
+        next(batches)
     begun = time.perf_counter()
     for _ in range(count):
         next(batches)
@@ -119,7 +124,7 @@ def one_size(
         turns.start()
         print(f"all started after {time.monotonic() - began:.1f} s", flush=True)
         times = turns.run(size.rounds, end)
-        found["supply_per_s"] = supply(arms["ours"], 4 if tiny else 3 * drain)
+        found["supply_per_s"] = supply(arms["ours"], drain, 4 if tiny else 2 * drain)
     found["step_s"], found["arms"], found["rounds"] = (
         times,
         against(times, "synthetic"),
