@@ -1,8 +1,7 @@
-"""Ways to feed a loop, measured in turns: each keeps its iterator, lives through what it had queued, and is then timed."""
+"""Ways to feed a loop, the step that uses what they bring, and what a machine has for them."""
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -84,47 +83,6 @@ def workers_for(batch_bytes: int, loaders: int, most: int) -> int:
     free = free_shared_memory_bytes()
     room = most if free is None else int(0.8 * free / (3 * batch_bytes * loaders))
     return max(1, min(most, room, usable_cores() - 2))
-
-
-def in_turns(
-    arms: dict[str, Iterator[Any]],
-    step: Callable[[Any], None],
-    drain: int,
-    steps: int,
-    rounds: int,
-    end: float,
-) -> dict[str, list[float]]:
-    """Returns each arm's step times, seconds, a block of `steps` each round; the order turns round by one each round."""
-    times: dict[str, list[float]] = {name: [] for name in arms}
-    names = list(arms)
-    for k in range(rounds):
-        if k and time.monotonic() > end:
-            break
-        for name in names[k % len(names) :] + names[: k % len(names)]:
-            batches = arms[name]
-            for _ in range(drain):
-                step(next(batches))
-            sync()
-            begun = time.perf_counter()
-            for _ in range(steps):
-                step(next(batches))
-            sync()
-            times[name].append((time.perf_counter() - begun) / steps)
-    return times
-
-
-def against(times: dict[str, list[float]], reference: str) -> dict[str, dict[str, float]]:
-    """Returns each arm's median step and its ratio to the reference's, paired by round."""
-    found = {}
-    for name, values in times.items():
-        ratios = [v / r for v, r in zip(values, times[reference], strict=True)]
-        found[name] = {
-            "step_s": statistics.median(values),
-            "ratio": statistics.median(ratios),
-            "lowest": min(ratios),
-            "highest": max(ratios),
-        }
-    return found
 
 
 @contextmanager

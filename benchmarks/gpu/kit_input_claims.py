@@ -32,7 +32,7 @@ def _correctness(summary: dict[str, Any]) -> list[str]:
             f"correctness: {summary['wrong']} wrong batches, {summary['findings']} findings"
         )
     if not summary["complete"]:
-        found.append("correctness: not every path had the time for all its batches")
+        found.append("correctness: some path had no time for its part of the batches")
     for name, count in summary["broken"].items():
         if (count > 0) == name.startswith("not "):
             found.append(f"correctness: {count} findings where a fence was {name}")

@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from flopwise.kit.input import PinnedPool, Prefetcher, collate_into
+from flopwise.kit.input.cuda_surface import CudaSurface
 
 WIDTH = 64
 BASE = torch.arange(WIDTH)
@@ -116,18 +117,47 @@ def broken_pool(steps: int) -> dict[str, Any]:
     return told(batches)
 
 
-def broken_device(steps: int, reuse: bool, broken: bool, floats: int = 4 << 20) -> dict[str, Any]:
-    """Returns what is found where device buffers are read before their copy, or written before their last use."""
-    sources = [torch.full((floats,), float(k)).pin_memory() for k in range(8)]
+#: Fences that are broken on the device: whether buffers are owned, and what is slow so that it surely shows.
+FENCES = {
+    "read before the copy": (False, "copies"),
+    "given back before the last use": (False, "steps"),
+    "written before the last use": (True, "steps"),
+}
+
+
+def broken_device(steps: int, way: str, broken: bool) -> dict[str, Any]:
+    """Returns what is found where one of the fences is broken, or none."""
+    reuse, slow = FENCES[way]
+    sources = [torch.full((1 << 20,), float(k)).pin_memory() for k in range(8)]
     loader = [sources[k % 8] for k in range(steps)]
-    batches = Prefetcher(loader, "cuda", 2, consistency="report", reuse=reuse, _break_fence=broken)
-    for batch in batches:
-        if reuse:
-            torch.cuda._sleep(10_000_000)
-        total = batch.sum()
-        del batch
-    total.item()
-    batches.close()
+    given_back = broken and way.startswith("given back")
+
+    def late(batch: Any) -> Any:
+        torch.cuda._sleep(20_000_000)  # on the copy stream: the next batch's copy comes behind it
+        return batch
+
+    record = CudaSurface.record
+    if given_back:
+        CudaSurface.record = lambda *_: None  # type: ignore[method-assign]
+    try:
+        batches = Prefetcher(
+            loader,
+            "cuda",
+            2,
+            consistency="report",
+            reuse=reuse,
+            transform=late if slow == "copies" else None,
+            _break_fence=broken and not given_back,
+        )
+        for batch in batches:
+            if slow == "steps":
+                torch.cuda._sleep(10_000_000)
+            total = batch.sum()
+            del batch
+        total.item()
+        batches.close()
+    finally:
+        CudaSurface.record = record  # type: ignore[method-assign]
     return told(batches)
 
 
@@ -144,23 +174,32 @@ def correctness(options: argparse.Namespace) -> dict[str, Any]:
     n = options.batches or (300 if options.tiny else 100_000)
     workers = 1 if options.tiny else 4
     every = paths(cuda)
-    each_s = 0.9 * options.section_s / len(every)
     figures: dict[str, Any] = {"paths": {}, "broken": {}}
-    for name, (kind, how) in every.items():
-        figures["paths"][name] = through(kind, how, n, workers, each_s)
-        print(name, figures["paths"][name], flush=True)
     steps = 100 if options.tiny else 1000
     figures["broken"]["slots given back early"] = broken_pool(steps)
     if cuda:
-        for reuse in (False, True):
-            which = "written before the last use" if reuse else "read before the copy"
-            figures["broken"][which] = broken_device(60, reuse, broken=True)
-            figures["broken"][f"not {which}"] = broken_device(60, reuse, broken=False)
-    figures["summary"] = {
-        "batches": sum(p["batches"] for p in figures["paths"].values()),
+        for way in FENCES:
+            figures["broken"][way] = broken_device(60, way, broken=True)
+            figures["broken"][f"not {way}"] = broken_device(60, way, broken=False)
+    print(figures["broken"], flush=True)
+    end = time.monotonic() + 0.9 * options.section_s
+    for k, (name, (kind, how)) in enumerate(every.items()):
+        each_s = (end - time.monotonic()) / (len(every) - k)  # what one leaves is the others'
+        figures["paths"][name] = through(kind, how, n, workers, each_s)
+        print(name, figures["paths"][name], flush=True)
+        figures["summary"] = summary_of(figures, n, len(every))
+        options.keep(figures)
+    return figures
+
+
+def summary_of(figures: dict[str, Any], n: int, paths: int) -> dict[str, Any]:
+    """Returns the section in short; complete are n batches in all, and through every path its part of them."""
+    came = [p["batches"] for p in figures["paths"].values()]
+    return {
+        "batches": sum(came),
+        "fewest_of_a_path": min(came),
         "wrong": sum(p["wrong"] for p in figures["paths"].values()),
         "findings": sum(p["findings"] for p in figures["paths"].values()),
-        "complete": all(p["complete"] for p in figures["paths"].values()),
+        "complete": len(came) == paths and sum(came) >= n and min(came) >= n / paths,
         "broken": {k: v["findings"] for k, v in figures["broken"].items()},
     }
-    return figures

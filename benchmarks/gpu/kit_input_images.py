@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import time
 from collections.abc import Callable, Iterator
@@ -15,14 +14,13 @@ import torch.nn.functional as F
 from kit_input_arms import (
     CUDA,
     DEVICE,
-    against,
     by_stream,
     by_to,
     compute_of,
-    in_turns,
     sync,
     workers_for,
 )
+from kit_input_turns import Turns, against, probe_of, said
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from flopwise.kit.input import (
@@ -127,19 +125,12 @@ def sizes(options: argparse.Namespace) -> tuple[int, int, int, int, int]:
     if options.tiny:
         return 4, 32, 1, 2, 2
     workers = workers_for(256 * 3 * 224 * 224 * 4, 3, 14)
-    return 256, 224, workers, 2 * workers + 8, 20
+    return 256, 224, workers, 2 * workers + 4, 10
 
 
 def loader_of(data: Dataset[Any], batch: int, workers: int, **options: Any) -> DataLoader[Any]:
     """Returns an endless loader."""
     return DataLoader(data, batch_size=batch, sampler=ENDLESS, num_workers=workers, **options)
-
-
-def bytes_to_numbers(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yields batches whose images are normalised in the loop, on the device."""
-    normalize = Normalize(*IMAGENET, channels_last=True)
-    for x, y in batches:
-        yield normalize(x), y
 
 
 def pooled(data: Dataset[Any], batch: int, workers: int) -> tuple[DataLoader[Any], PinnedPool]:
@@ -149,52 +140,51 @@ def pooled(data: Dataset[Any], batch: int, workers: int) -> tuple[DataLoader[Any
     return loader_of(data, batch, workers, collate_fn=collate_into(pool)), pool
 
 
-def supply_of(loader: Any, pool: PinnedPool, batch: int, drain: int, steps: int) -> float:
-    """Returns the images a second that the workers give where nothing else is done."""
-    batches = iter(loader)
-    for _ in range(drain):
-        pool.unpack(next(batches))
+def supply_of(batches: Iterator[Any], batch: int, ahead: int, steps: int) -> float:
+    """Returns the images a second that come where nothing else is done; `ahead` batches are queued already."""
+    for _ in range(ahead):
+        next(batches)
     begun = time.perf_counter()
     for _ in range(steps):
-        pool.unpack(next(batches))
+        next(batches)
+    sync()
     return batch * steps / (time.perf_counter() - begun)
 
 
 def images(options: argparse.Namespace) -> dict[str, Any]:
     """Returns step times of ResNet-50 by the way its images come."""
-    end = time.monotonic() + 0.8 * options.section_s
+    end = time.monotonic() + 0.9 * options.section_s
     batch, crop, workers, drain, steps = sizes(options)
-    step, said = net_step(batch, crop, options.tiny)
+    step, what = net_step(batch, crop, options.tiny)
     floats, uint8 = Decoded(True, crop), Decoded(False, crop)
-    figures: dict[str, Any] = {"step": said, "workers": workers, "batch": batch}
+    figures: dict[str, Any] = {"step": what, "workers": workers, "batch": batch}
     loader, pool = pooled(uint8, batch, workers)
-    figures["supply_images_per_s"] = supply_of(
-        loader, pool, batch, 1 if options.tiny else 2 * workers, steps
-    )
-    gc.collect()
-    ours = Prefetcher(loader, DEVICE, 3, normalize=IMAGENET, channels_last=True)
+    ours = Prefetcher(loader, DEVICE, 3, normalize=IMAGENET, channels_last=True, measure_wait=True)
     x = torch.randn(batch, 3, crop, crop, device=DEVICE).contiguous(
         memory_format=torch.channels_last
     )
     y = torch.randint(0, 1000, (batch,), device=DEVICE)
+
+    def ordinary() -> DataLoader[Any]:
+        return loader_of(floats, batch, workers, pin_memory=CUDA)
+
     arms: dict[str, Iterator[Any]] = {
         "synthetic": repeat([x, y]),
-        "floats, loader, to": by_to(loader_of(floats, batch, workers, pin_memory=CUDA), False),
-        "floats, loader, non_blocking": by_to(
-            loader_of(floats, batch, workers, pin_memory=CUDA), True
-        ),
+        "floats, loader, to": by_to(ordinary(), False),
+        "floats, loader, non_blocking": by_to(ordinary(), True),
         "ours": iter(ours),
     }
     if CUDA:
-        arms["floats, stream prefetcher"] = by_stream(
-            loader_of(floats, batch, workers, pin_memory=True)
-        )
-        arms["bytes, stream prefetcher"] = bytes_to_numbers(
-            by_stream(loader_of(uint8, batch, workers, pin_memory=True))
-        )
-    figures["step_s"] = in_turns(arms, step, drain, steps, 2 if options.tiny else 3, end)
+        arms["floats, stream prefetcher"] = by_stream(ordinary())
+    step([x, y])  # what is chosen and allocated once
+    turns = Turns(arms, step, drain, steps, {"ours": probe_of(ours, pool)})
+    turns.start()
+    figures["step_s"] = turns.run(3, end)
+    figures["rounds"] = turns.rounds
+    print(said(turns.rounds, "ours"), flush=True)
     figures["arms"] = against(figures["step_s"], "synthetic")
     figures["ours_fallbacks"] = pool.counts.fallbacks
+    figures["supply_images_per_s"] = supply_of(arms["ours"], batch, drain, drain)
     synthetic = figures["arms"]["synthetic"]["step_s"]
     figures["summary"] = {
         "ratio_to_synthetic": {name: arm["ratio"] for name, arm in figures["arms"].items()},
@@ -218,12 +208,12 @@ def per_image(files: Any, crop: int) -> torch.Tensor:
 
 def jpeg(options: argparse.Namespace) -> dict[str, Any]:
     """Returns images a second from JPEG files to normalised batches on the device, and with a training step."""
-    end = time.monotonic() + 0.8 * options.section_s
+    begun = time.monotonic()
     batch, crop, workers, drain, steps = sizes(options)
     few = 8 if options.tiny else 64
     whole, encoded = Files(True, crop, few), Files(False, crop, few)
     mean_bytes = sum(f.numel() for f in encoded.files) / len(encoded.files)
-    step, said = net_step(batch, crop, options.tiny)
+    step, what = net_step(batch, crop, options.tiny)
     loader, _ = pooled(whole, batch, workers)
     device_cut = RandomResizedCropBatch(crop, normalize=Normalize(*IMAGENET, channels_last=True))
     some = max(1, min(4, workers))
@@ -247,16 +237,22 @@ def jpeg(options: argparse.Namespace) -> dict[str, Any]:
         "file_bytes": mean_bytes,
         "workers": workers,
         "workers_for_files": some,
-        "step": said,
+        "step": what,
     }
-    rounds = 2 if options.tiny else 3
-    alone = in_turns(arms, lambda _: None, drain, steps, rounds, end - 0.5 * options.section_s)
-    figures["alone_images_per_s"] = {n: [batch / s for s in v] for n, v in alone.items()}
+    drains = dict.fromkeys(arms, min(drain, 2 * some + 4)) | {"decoded on the workers": drain}
+    alone = Turns(arms, lambda _: None, drains, steps)
+    alone.start()
+    rates = alone.run(2, begun + 0.45 * options.section_s)
+    figures["alone_images_per_s"] = {n: [batch / s for s in v] for n, v in rates.items()}
+    print(figures["alone_images_per_s"], flush=True)
     x = torch.randn(batch, 3, crop, crop, device=DEVICE).contiguous(
         memory_format=torch.channels_last
     )
     both = {"synthetic": repeat([x, torch.randint(0, 1000, (batch,), device=DEVICE)]), **arms}
-    figures["step_s"] = in_turns(both, step, drain, steps, rounds, end)
+    turns = Turns(both, step, {"synthetic": 2, **drains}, steps)
+    turns.take_over(alone)
+    figures["step_s"] = turns.run(2, begun + 0.95 * options.section_s)
+    figures["rounds"] = turns.rounds
     figures["arms"] = against(figures["step_s"], "synthetic")
     figures["summary"] = {
         "alone_images_per_s": {
@@ -272,8 +268,9 @@ def jpeg(options: argparse.Namespace) -> dict[str, Any]:
 
 def tuner(options: argparse.Namespace) -> dict[str, Any]:
     """Returns what the tuner tried and chose, and whether its choice holds in turns against what was given."""
-    batch, crop, _, drain, steps = sizes(options)
-    step, said = net_step(batch, crop, options.tiny)
+    end = time.monotonic() + 0.95 * options.section_s
+    batch, crop, workers, drain, steps = sizes(options)
+    step, what = net_step(batch, crop, options.tiny)
     normalize = Normalize(*IMAGENET, channels_last=True)
 
     def normalised(given: Any) -> None:
@@ -284,25 +281,27 @@ def tuner(options: argparse.Namespace) -> dict[str, Any]:
         given,
         normalised,
         device=DEVICE,
-        steps=20 if options.tiny else 30,
-        budget_s=5.0 if options.tiny else 0.6 * options.section_s,
+        steps=20,
+        max_workers=None if options.tiny else workers,
+        budget_s=5.0 if options.tiny else 0.5 * options.section_s,
         say=lambda row: print(row, flush=True),
     )
     assert tuning.choice is not None
+    print("chosen:", tuning.reason, flush=True)
     before, after = Prefetcher(given, DEVICE, 3), tuning.prefetcher()
-    held = in_turns(
+    turns = Turns(
         {"given": iter(before), "chosen": iter(after)},
         normalised,
-        drain,
+        {"given": 6, "chosen": min(drain, 2 * tuning.choice.num_workers + 8)},
         steps,
-        1 if options.tiny else 2,
-        time.monotonic() + 0.25 * options.section_s,
     )
+    turns.start()
+    held = turns.run(2, end)
     sync()
     before.close()
     after.close()
     return {
-        "step": said,
+        "step": what,
         "trials": [
             {
                 **vars(t.choice),

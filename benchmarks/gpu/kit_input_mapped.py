@@ -137,15 +137,15 @@ def storage() -> dict[str, Any]:
 
 def mapped(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the figures."""
-    megabytes = [1] if options.tiny else [1, 25, 100]
+    mebibytes = [1] if options.tiny else [1, 25, 100]
     repeats = 2 if options.tiny else 20
     figures: dict[str, Any] = {"reads_s": {}, "beside_s": {}, "storage": storage()}
-    for size in megabytes:
-        figures["reads_s"][f"{size} MB"] = reads(size << 20, repeats)
-        print(size, figures["reads_s"][f"{size} MB"], flush=True)
+    for size in mebibytes:
+        figures["reads_s"][f"{size} MiB"] = reads(size << 20, repeats)
+        print(size, figures["reads_s"][f"{size} MiB"], flush=True)
     if torch.cuda.is_available() and not options.tiny:
         figures["beside_s"] = beside_compute(100 << 20, 8192, 5)
-    last = figures["reads_s"][f"{megabytes[-1]} MB"]
+    last = figures["reads_s"][f"{mebibytes[-1]} MiB"]
     figures["summary"] = {
         "kernel_over_link_to_copy": last["kernel over the link"] / last["copy, then kernel"],
         "beside_s": figures["beside_s"],

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -59,7 +62,7 @@ def test_the_link_is_measured_against_ordinary_ways_in_turns(bench, tmp_path):
 def test_mapped_memory_gives_the_same_numbers(bench, tmp_path):
     code, figures = run(bench, tmp_path, "mapped")
     assert code == 0, figures["mapped"].get("traceback")
-    assert set(figures["mapped"]["reads_s"]["1 MB"]) == {
+    assert set(figures["mapped"]["reads_s"]["1 MiB"]) == {
         "copy",
         "copy, then kernel",
         "kernel over the link",
@@ -108,7 +111,7 @@ def test_unknown_sections_are_told(bench, tmp_path, capsys):
 
 
 def test_arms_take_turns_in_a_turning_order_and_live_through_what_they_had_queued(benchmark_module):
-    arms = benchmark_module("kit_input_arms")
+    turns = benchmark_module("kit_input_turns")
     log: list[str] = []
 
     def source(name):
@@ -116,14 +119,104 @@ def test_arms_take_turns_in_a_turning_order_and_live_through_what_they_had_queue
             log.append(name)
             yield name
 
-    times = arms.in_turns({n: source(n) for n in "ab"}, lambda _: None, 1, 2, 3, float("inf"))
-    assert log == list("aaabbb" + "bbbaaa" + "aaabbb")
-    assert [len(v) for v in times.values()] == [3, 3]
+    taken = turns.Turns({n: source(n) for n in "abc"}, lambda _: None, 1, 2)
+    times = taken.run(3, float("inf"))
+    assert log == list("aaabbbccc" + "cccbbbaaa" + "bbbcccaaa")
+    assert [len(v) for v in times.values()] == [3, 3, 3]
+    assert taken.taken_by("a", "b") == 18
+    log.clear()
+    taken.start()
+    assert log == list("aaabbbccc")
+
+
+def test_rounds_that_would_end_too_late_are_not_begun_but_two_are(benchmark_module):
+    turns = benchmark_module("kit_input_turns")
+    taken = turns.Turns({"a": iter(range(99))}, lambda _: time.sleep(0.01), 0, 2)
+    assert len(taken.run(9, time.monotonic() + 0.1)["a"]) in range(2, 6)
+    assert len(taken.run(9, 0.0)["a"]) <= 7
+
+
+def test_an_arm_is_not_timed_before_the_others_rest(benchmark_module, monkeypatch):
+    """A thread of the other arm keeps a core busy for a while after the arm's first batch."""
+    turns = benchmark_module("kit_input_turns")
+    until = time.monotonic() + 0.5
+    threads = []
+
+    def works():
+        while time.monotonic() < until:
+            pass
+
+    def busy():
+        threads.append(threading.Thread(target=works))
+        threads[-1].start()
+        while True:
+            yield 0
+
+    arms = {"busy": busy(), "idle": itertools.repeat(0)}
+    taken = turns.Turns(arms, lambda _: time.sleep(0.001), 0, 2)
+    taken.start()
+    taken.run(1, 0.0)
+    assert time.monotonic() > until
+    blocks = taken.rounds[0]
+    assert blocks["idle"]["rested"]
+    assert blocks["idle"]["rest_s"] > 0.2
+    assert blocks["idle"]["others_cores"] < 0.5
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.05)
+    until = time.monotonic() + 0.8
+    arms = {"busy": busy(), "idle": itertools.repeat(0)}
+    taken = turns.Turns(arms, lambda _: time.sleep(0.001), 0, 2)
+    taken.start()
+    taken.run(1, 0.0)
+    assert not taken.rounds[0]["idle"]["rested"]  # said, not hidden
+    threads[-1].join()
+
+
+def test_where_the_time_went_is_told_by_round(benchmark_module):
+    turns = benchmark_module("kit_input_turns")
+    seen = iter([{"device_wait_s": 1.0}, {"device_wait_s": 1.5}])
+    arms = {"synthetic": itertools.repeat(0), "ours": itertools.repeat(0)}
+    taken = turns.Turns(arms, lambda _: None, 0, 5, {"ours": lambda: next(seen)})
+    taken.run(1, 0.0)
+    assert taken.rounds[0]["ours"]["device_wait_s"] == pytest.approx(0.1)
+    said = turns.said(taken.rounds, "ours")
+    assert "device wait 100.000" in said
+    assert "rested: True" in said
+
+
+def test_the_waits_of_a_prefetcher_are_read_as_sums_that_grow(benchmark_module):
+    from flopwise.kit.input import Prefetcher
+
+    turns = benchmark_module("kit_input_turns")
+
+    def slow():
+        for k in range(6):
+            time.sleep(0.02)
+            yield torch.ones(1) * k
+
+    batches = Prefetcher(slow(), "cpu", measure_wait=True)
+    probe = turns.probe_of(batches)
+    for _ in batches:
+        pass
+    first, second = probe(), probe()
+    assert first == second
+    assert first["waited_for_workers_s"] >= 0.12
+    assert first["device_wait_s"] >= 0.1
+
+
+def test_gaps_between_copies_are_what_no_copy_fills(benchmark_module):
+    copies = benchmark_module("kit_input_copies")
+    apart = copies.gaps_between([(0.0, 10.0), (14.0, 24.0), (30.0, 40.0)], 1000)
+    assert (apart["gap_us"], apart["longest_gap_us"], apart["overlapped"]) == (5.0, 6.0, 0)
+    assert apart["own_bytes_per_s"] == pytest.approx(1000 / 10e-6)
+    over = copies.gaps_between([(0.0, 10.0), (5.0, 20.0), (12.0, 30.0)], 1000)
+    assert (over["gap_us"], over["overlapped"]) == (0.0, 2)
+    assert over["own_bytes_per_s"] == pytest.approx(1000 / 10e-6)
+    assert copies.gaps_between([], 1000) == {"copies": 0}
 
 
 def test_ratios_are_paired_by_round(benchmark_module):
-    arms = benchmark_module("kit_input_arms")
-    found = arms.against({"s": [1.0, 2.0, 4.0], "x": [1.5, 2.0, 4.4]}, "s")["x"]
+    turns = benchmark_module("kit_input_turns")
+    found = turns.against({"s": [1.0, 2.0, 4.0], "x": [1.5, 2.0, 4.4]}, "s")["x"]
     assert found == {"step_s": 2.0, "ratio": pytest.approx(1.1), "lowest": 1.0, "highest": 1.5}
 
 

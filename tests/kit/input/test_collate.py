@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 from collections import namedtuple
 from typing import Any
@@ -119,3 +120,15 @@ def test_a_loop_that_keeps_its_batches_is_made_to_wait_once_not_every_time() -> 
     assert 0.2 <= time.monotonic() - begun < 1.0
     del kept
     assert isinstance(into([torch.ones(2)]), Packed)
+
+
+def test_what_workers_waited_for_slots_is_kept() -> None:
+    pool = PinnedPool(64, 1)
+    into = collate_into(pool, wait_s=5.0)
+    kept = [pool.unpack(into([torch.ones(2)]))]
+    assert pool.counts.slot_wait_s < 0.05
+    dropping = threading.Timer(0.1, kept.clear)
+    dropping.start()
+    pool.unpack(into([torch.ones(2)]))
+    dropping.join()
+    assert 0.05 < pool.counts.slot_wait_s < 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -152,6 +153,70 @@ def test_memory_that_a_transform_hides_in_an_object_is_kept_from_early_use(surfa
     assert (got.parts[0].data_ptr(), "compute") in surface.recorded
 
 
+def test_plain_batches_go_on_two_streams_in_turn_and_changed_ones_on_one(surface: Any) -> None:
+    names = iter("abcdef")
+    made = type(surface.compute)
+    surface.new_stream = lambda: made(next(names), surface.log)
+    link, changed = link_of(surface), link_of(surface, changes=[lambda b: b])
+    for number in range(4):
+        link.send(torch.ones(1), number)
+    assert [line[0] for line in surface.log if line[0] != "host"] == ["a", "b", "a", "b"]
+    assert [s.name for s in link.streams()] == ["a", "b", "compute"]
+    surface.log.clear()
+    for number in range(2):
+        changed.send(torch.ones(1), number)
+    assert [line[0] for line in surface.log] == ["c", "c"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_owned_buffers_are_always_written_by_the_same_stream(surface: Any, depth: int) -> None:
+    names = iter("ab")
+    made = type(surface.compute)
+    surface.new_stream = lambda: made(next(names), surface.log)
+    link = link_of(surface, depth=depth, reuse=True)
+    by_address: dict[int, set[str]] = {}
+    for step in range(20):
+        sent = link.send(torch.ones(4), step)
+        stream = [line[0] for line in surface.log if line[1] == "records" and line[0] in "ab"][-1]
+        got = link.hand_over(sent, step)
+        by_address.setdefault(got.data_ptr(), set()).add(stream)
+        del got, sent
+    assert len(by_address) == depth + 2
+    assert all(len(streams) == 1 for streams in by_address.values())
+    assert set().union(*by_address.values()) == {"a", "b"}
+
+
+@pytest.mark.parametrize("depth", [2, 3, 5])
+def test_where_reading_waits_for_a_copy_as_many_as_the_depth_are_queued_behind_it(
+    surface: Any, depth: int
+) -> None:
+    """So the copy engine has work while the host wakes up and sends the next."""
+    link = link_of(surface, depth=depth)
+    tensors = [torch.ones(2) for _ in range(12)]
+    surface.pinned |= {t.untyped_storage().data_ptr() for t in tensors}
+    for number, tensor in enumerate(tensors):
+        link.send(tensor, number)
+    events = [e.name for e in surface.events]
+    for k, line in enumerate(surface.log):
+        if line[:2] == ("host", "waits for"):
+            queued = [x[2] for x in surface.log[:k] if x[1] == "records"]
+            behind = len(queued) - 1 - queued.index(line[2])
+            assert behind == depth
+            assert queued == events[: len(queued)]
+    assert sum(line[:2] == ("host", "waits for") for line in surface.log) == 12 - depth - 1
+
+
+def test_a_batch_that_was_handed_over_is_the_loops_alone(surface: Any) -> None:
+    link = link_of(surface)
+    sent = link.send([torch.ones(3), {"y": torch.zeros(2)}], 0)
+    got = link.hand_over(sent, 0)
+    assert sent.parts is None
+    assert {(t.data_ptr(), "compute") for t in (got[0], got[1]["y"])} == set(surface.recorded)
+    gone = [weakref.ref(got[0]), weakref.ref(got[1]["y"])]
+    del got
+    assert [r() for r in gone] == [None, None]
+
+
 def test_a_link_that_is_dropped_waits_for_its_copies_before_pages_are_unlocked(
     surface: Any,
 ) -> None:
@@ -177,7 +242,7 @@ def test_a_stream_of_the_loops_own_is_the_one_that_waits(surface: Any) -> None:
     assert ("own", "waits for", "event 0") in surface.log
     assert not any(line[0] == "compute" for line in surface.log)
     assert {name for _, name in surface.recorded} == {"own"}
-    assert [s.name for s in link.streams()] == ["copy", "own"]
+    assert [s.name for s in link.streams()] == ["copy", "copy", "own"]
 
 
 def test_owned_buffers_are_written_again_only_after_the_loop_is_past_them(surface: Any) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import datetime
 import pathlib
 import warnings
-from collections import UserDict
+from collections import UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,10 @@ from flopwise.kit.input.leaves import (
     Stays,
     leaves_of,
     moved_by_itself,
+    only_plain,
     wrapped,
 )
+from flopwise.kit.nested import tensors_in
 
 CPU = torch.device("cpu")
 
@@ -190,3 +192,24 @@ def test_on_a_device_they_are_page_locked_first_where_they_can_be() -> None:
             raise RuntimeError("no page-locked memory")
 
     assert moved_by_itself(Refusing(), cuda)[1] is False
+
+
+@pytest.mark.parametrize(
+    ("batch", "plain"),
+    [
+        (torch.ones(2), True),
+        ([torch.ones(2), {"y": (torch.ones(1), 3, "name")}, None], True),
+        ([], True),
+        (torch.nn.Parameter(torch.ones(1)), False),
+        ([torch.ones(1), torch.ones(2, 2).to_sparse()], False),
+        ((torch.ones(1), object()), False),
+        (UserDict(x=torch.ones(1)), False),
+        (namedtuple("P", "x")(torch.ones(1)), False),
+        (b"bytes", True),
+    ],
+)
+def test_batches_that_are_plain_tensors_alone_are_known(batch: Any, plain: bool) -> None:
+    found = only_plain(batch)
+    assert (found is not None) == plain
+    if found is not None:
+        assert all(a is b for a, b in zip(found, tensors_in(batch), strict=True))

@@ -120,28 +120,54 @@ def test_a_refused_registration_leaves_no_error_for_the_next_kernel() -> None:
     assert torch.ones(3, device=CUDA).sum().item() == 3
 
 
-@pytest.mark.parametrize("reuse", [False, True])
-def test_a_broken_fence_is_caught_and_a_whole_one_is_quiet(reuse: bool) -> None:
-    sources = [torch.full((4 << 20,), float(k)).pin_memory() for k in range(8)]
+#: Way in which a fence is broken: whether buffers are owned, and what is slow so that it surely shows.
+FENCES = {
+    "read before the copy": (False, "copies"),  # a copy is queued behind 15 ms of other work
+    "given back before the last use": (False, "steps"),  # memory goes to the next copy at once
+    "written before the last use": (True, "steps"),
+}
 
-    def run(broken: bool) -> list[Any]:
-        loader = [sources[k % 8] for k in range(40)]
-        batches = Prefetcher(
-            loader, CUDA, 2, consistency="report", reuse=reuse, _break_fence=broken
-        )
-        for batch in batches:
-            if reuse:
-                busy(0.01)  # the reader is slow: a copy that does not wait overtakes it
-            total = batch.sum()
-            del batch
-        total.item()
-        batches.close()
-        return batches.findings
 
-    assert run(broken=False) == []
-    found = run(broken=True)
-    assert found
-    assert {f.kind for f in found} <= {"overwritten", "duplicated", "out of order"}
+@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("way", list(FENCES))
+def test_a_broken_fence_is_caught_and_a_whole_one_is_quiet(
+    way: str, broken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reuse, slow = FENCES[way]
+    sources = [torch.full((1 << 20,), float(k)).pin_memory() for k in range(8)]
+    if broken and way == "given back before the last use":
+        monkeypatch.setattr(CudaSurface, "record", lambda *_: None)
+
+    def late(batch: Any) -> Any:
+        busy(0.02)  # on the copy stream: the next batch's copy comes behind it
+        return batch
+
+    batches = Prefetcher(
+        [sources[k % 8] for k in range(24)],
+        CUDA,
+        2,
+        consistency="report",
+        reuse=reuse,
+        transform=late if slow == "copies" else None,
+        _break_fence=broken and not way.startswith("given back"),
+    )
+    for batch in batches:
+        if slow == "steps":
+            busy(0.01)  # a copy that does not wait overtakes the reader
+        total = batch.sum()
+        del batch
+    total.item()
+    batches.close()
+    found = batches.findings
+    if not broken:
+        assert found == []
+        return
+    assert len({f.step for f in found}) >= 8, [str(f) for f in found]
+    kinds = {f.kind for f in found}
+    if slow == "copies":  # what was there before: another batch, or memory that never held one
+        assert kinds <= {"overwritten", "duplicated", "out of order"}
+    else:
+        assert kinds == {"overwritten"}
 
 
 @pytest.mark.parametrize("reuse", [False, True])
@@ -191,6 +217,21 @@ def test_a_loop_on_a_stream_of_its_own(reuse: bool) -> None:
     own.synchronize()
     assert [int(t.item()) for t in totals] == [k << 20 for k in range(40)]
     assert batches.findings == []
+
+
+def test_copies_of_two_streams_bring_every_bit_to_owned_buffers_and_new_ones() -> None:
+    sources = [torch.full((1 << 20,), float(k)).pin_memory() for k in range(8)]
+    for reuse in (False, True):
+        totals = []
+        batches = Prefetcher([sources[k % 8] for k in range(64)], CUDA, 3, reuse=reuse)
+        for k, batch in enumerate(batches):
+            busy(0.002 * (k % 3))
+            totals.append(batch.double().sum())
+            del batch
+        assert [int(t.item()) for t in totals] == [(k % 8) << 20 for k in range(64)]
+        times = batches.times
+        assert times.copies_s + times.steps_s > 0.02  # reading waited for steps, not the loop
+        batches.close()
 
 
 def test_owned_buffers_stay_where_they_are() -> None:
@@ -246,6 +287,7 @@ def test_images_cross_as_bytes_and_are_the_same_to_the_bit() -> None:
     assert batches.counts.moved_bytes == 3 * images.nbytes
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_tensors_that_are_more_than_bytes_are_moved_too() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)], layout=torch.jagged)
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
@@ -275,7 +317,7 @@ def test_a_barrier_waits_for_both_streams_and_says_what_it_cost() -> None:
     busy(0.05)
     begun = time.perf_counter()
     took = batches.barrier(say=False)
-    assert took.streams == 2
+    assert took.streams == 3  # two of copies
     assert 0.02 < took.cost_s <= time.perf_counter() - begun
     assert torch.cuda.current_stream().query()
     batches.close()

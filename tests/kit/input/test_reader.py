@@ -9,6 +9,7 @@ import torch
 
 from flopwise.errors import FlopwiseWarning
 from flopwise.kit.input.reader import InThread, InTurn, Snapshot
+from flopwise.kit.input.sent import Times
 
 
 class Link:
@@ -176,3 +177,19 @@ def test_stopping_from_within_or_twice_or_before_the_start_is_fine() -> None:
     reader.take()
     reader.stop()
     reader.stop()
+
+
+@pytest.mark.parametrize("kind", [InThread, InTurn])
+def test_what_is_waited_for_is_kept(kind: Any) -> None:
+    def loader() -> Any:
+        for k in range(5):
+            time.sleep(0.02)
+            yield k
+
+    times = Times()
+    drain(kind(loader(), Link(), 1, None, times))
+    assert times.loader_s >= 0.1
+    assert (times.loop_s >= 0.07) == (
+        kind is InThread
+    )  # the loop that reads itself waits in the loader
+    assert times.copies_s == times.steps_s == 0

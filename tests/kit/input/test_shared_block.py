@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import time
 import weakref
 
@@ -136,3 +137,19 @@ def test_memory_that_is_refused_leaves_no_file_open(monkeypatch: pytest.MonkeyPa
     with pytest.raises(OSError, match="No space left"):
         SharedBlock(4096)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_pages_that_are_met_first_cost_few_faults_when_they_are_written() -> None:
+    nbytes = 32 << 20
+    block = SharedBlock(nbytes)
+    block.tensor(0, nbytes).fill_(1)  # the pages are there, as page-locked ones are
+
+    def faults_of_writing() -> bool:
+        block.meet(0, nbytes)
+        met = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        block.meet(0, nbytes)
+        block.tensor(0, nbytes).fill_(2)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - met < (nbytes >> 12) // 4
+
+    assert in_child(faults_of_writing) == 1
+    assert int(block.tensor(0, nbytes)[::4096].sum()) == 2 * (nbytes >> 12)  # and none was changed

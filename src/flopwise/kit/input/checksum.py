@@ -31,14 +31,16 @@ def host_checksum(tensors: Iterable[torch.Tensor]) -> int:
 
 def device_checksum(tensors: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Returns the same as a tensor of one int64, computed on the device's current stream without waiting for it."""
-    total = torch.zeros((), dtype=torch.int64, device=device)
+    total: torch.Tensor | None = None  # as few kernels as may be: small batches have little else
     for tensor in tensors:
         words, tail = _bytes(tensor)
         if words is not None:
-            total = total * _WEIGHT + _weighed(words)
+            weighed = _weighed(words)
+            total = weighed if total is None else total * _WEIGHT + weighed
         if tail is not None:
-            total = total + tail.sum(dtype=torch.int64)
-    return total
+            last = tail.sum(dtype=torch.int64)
+            total = last if total is None else total + last
+    return total if total is not None else torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _weighed(words: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class CollateInto:
     ) -> None:
         self.pool, self.collate_fn, self.wait_s = pool, collate_fn, wait_s
         self._in_vain = False
+        self._waited_s = 0.0  # for the slot that was taken last
 
     def __call__(self, samples: Any) -> Any:
         """Returns a `Packed` slot, or an `Unplaced` batch that took the ordinary path."""
@@ -68,7 +70,9 @@ class CollateInto:
         )
 
     def _slot(self) -> int | None:
+        begun = time.perf_counter()
         slot = self.pool.take(self.wait_s * (_SHORTER if self._in_vain else 1.0))
+        self._waited_s = time.perf_counter() - begun
         self._in_vain = slot is None
         return slot
 
@@ -99,7 +103,7 @@ class CollateInto:
         checksum = None
         if self.pool.checksums:
             checksum = host_checksum(p.view(writer.block) for p in tensors_in(tree, Placed))
-        return self.pool.filled(slot, tree, writer.layout.used, checksum)
+        return self.pool.filled(slot, tree, writer.layout.used, checksum, self._waited_s)
 
     def _no_slot(self) -> str:
         return f"none of the pool's {self.pool.slots} slots became free within {self.wait_s:g} s; more slots would help"

@@ -17,16 +17,22 @@ from flopwise.kit.input.device_check import DeviceCheck
 from flopwise.kit.input.device_ring import DeviceRing
 from flopwise.kit.input.findings import Judge, Stamp
 from flopwise.kit.input.layout import dense_stride, is_plain
-from flopwise.kit.input.leaves import Opaque, leaves_of, moved_by_itself, wrapped
+from flopwise.kit.input.leaves import Opaque, leaves_of, moved_by_itself, only_plain, wrapped
 from flopwise.kit.input.packed import HEADER_WORDS, Packed
 from flopwise.kit.input.pool import PinnedPool
-from flopwise.kit.input.sent import Counts, Sent
+from flopwise.kit.input.sent import Counts, Sent, Times
 from flopwise.kit.input.staging import Stage
 from flopwise.kit.nested import map_tensors, tensors_in
 
+#: Streams that batches go on in turn.
+COPY_STREAMS = 2
+
 
 class CudaLink:
-    """Sends batches on a copy stream and hands them to the stream on which the loop computes.
+    """Sends batches on streams of its own and hands them to the stream on which the loop computes.
+
+    Batches go on two streams in turn: while one is between a copy and the event behind it, the copy engine has the
+    other's. What changes batches (transforms, normalising) keeps to one, where it runs in order.
 
     Two fences a buffer. On the way out: the consumer's stream waits for the copy's event. On the way back: page-locked
     memory is written again only after its copy's event, and device memory only after the consumer's stream is past its
@@ -45,10 +51,13 @@ class CudaLink:
         reuse: bool = False,
         consumer: Any = None,
         break_fence: bool = False,
+        times: Times | None = None,
+        streams: int = COPY_STREAMS,
     ) -> None:
         self.counts = Counts()
+        self._times = times if times is not None else Times()
         self._cuda = surface
-        self._copy = surface.new_stream()
+        self._copies = [surface.new_stream() for _ in range(1 if changes else streams)]
         self._pool, self._changes, self._judge = pool, changes, judge
         self._consumer = consumer
         self._break_fence = break_fence
@@ -61,7 +70,7 @@ class CudaLink:
         self._used_on: Any = None
         self._consumers: list[Any] = []  # every stream that batches were handed to
         # Where the link is dropped and not closed: no page is unlocked that is still being read.
-        weakref.finalize(self, _let_finish, self._copy).atexit = False
+        weakref.finalize(self, _let_finish, self._copies).atexit = False
 
     # ------------------------------------------------------------------ where batches are read
 
@@ -69,25 +78,42 @@ class CudaLink:
         """Returns the batch on its way; the copy is queued, not done."""
         self._retire()
         batch = self._pool.unpack(item) if self._pool is not None else item
-        sent = Sent(number, wrapped(batch), number % len(self._stages))
-        if any(t.device == self._cuda.device for t in leaves_of(batch)):
-            self._copy.wait_stream(self._cuda.current_stream())  # the loader made them on it
-        with self._cuda.on(self._copy):
-            stage, host = self._move(sent, item if isinstance(item, Packed) else None)
+        packed = item if isinstance(item, Packed) else None
+        plain = only_plain(batch)
+        sent = Sent(
+            number, batch if plain is not None else wrapped(batch), number % len(self._stages)
+        )
+        copy = self._stream_of(number)
+        if any(t.device == self._cuda.device for t in plain or leaves_of(batch)):
+            copy.wait_stream(self._cuda.current_stream())  # the loader made them on it
+        with self._cuda.on(copy):
+            stage, host = self._move(sent, packed, plain, copy)
             for change in self._changes:
-                sent.batch = change(sent.batch)
+                sent.batch, sent.parts = change(sent.batch), None
             sent.event = self._cuda.event()
-            sent.event.record(self._copy)
+            sent.event.record(copy)
         if stage is not None:
             stage.event = sent.event
         self._in_flight.append((sent.event, host))
         return sent
 
-    def _move(self, sent: Sent, packed: Packed | None) -> tuple[Stage | None, list[Any]]:
-        """Queues the copies; returns the block of the staging ring that they read, and what must stay until then."""
+    def _stream_of(self, number: int) -> Any:
+        """Returns the stream that a batch goes on: in turn, and owned buffers keep to theirs."""
+        place = number % len(self._ring) if self._ring is not None else number
+        return self._copies[place % len(self._copies)]
+
+    def _move(
+        self, sent: Sent, packed: Packed | None, only: list[torch.Tensor] | None, copy: Any
+    ) -> tuple[Stage | None, list[Any]]:
+        """Queues the copies; returns the block of the staging ring that they read, and what must stay until then.
+
+        `only` are the batch's tensors where it is nothing else.
+        """
         batch, host = sent.batch, list[Any]()
-        plain = [t for t in tensors_in(batch) if is_plain(t)]
-        in_place = all(t.numel() == 0 or self._is_read_in_place(t) for t in plain)
+        plain = only if only is not None else [t for t in tensors_in(batch) if is_plain(t)]
+        in_place = (packed is not None and packed.page_locked) or all(
+            t.numel() == 0 or self._is_read_in_place(t) for t in plain
+        )
         if packed is not None:
             sent.buffer = packed.slot
         header = self._header(sent, plain, packed, in_place) if self._judge is not None else []
@@ -95,7 +121,7 @@ class CudaLink:
         if plain and not in_place:
             sources, stage = self._staged(sent, sources)
         self.counts.in_place_batches += bool(plain) and in_place
-        targets = self._targets(sent.number, sources)
+        targets = self._targets(sent.number, sources, copy)
         for target, source in zip(targets, sources, strict=True):
             self._cuda.copy(target, source)
         host.append(sources)
@@ -103,6 +129,10 @@ class CudaLink:
             sent.keep(targets[1:], targets[0])
         ready = iter(targets[len(header) :])
         self.counts.moved_bytes += sum(t.nbytes for t in plain)
+        if only is not None:
+            sent.batch = map_tensors(batch, lambda _: next(ready))
+            sent.parts = targets[len(header) :]
+            return stage, host
         moved = map_tensors(batch, lambda t: next(ready) if is_plain(t) else self._other(t, host))
         sent.batch = map_tensors(moved, lambda leaf: self._opaque(leaf, host), Opaque)
         return stage, host
@@ -143,9 +173,9 @@ class CudaLink:
         self.counts.host_copied_bytes += sum(t.nbytes for t in sources)
         return copies, stage
 
-    def _targets(self, number: int, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _targets(self, number: int, sources: list[torch.Tensor], copy: Any) -> list[torch.Tensor]:
         if self._ring is not None:
-            return self._ring.targets(number, sources, self._copy, self._consumers)
+            return self._ring.targets(number, sources, copy, self._consumers)
         return [torch.empty_like(s, device=self._cuda.device) for s in sources]
 
     def _other(self, tensor: torch.Tensor, host: list[Any]) -> torch.Tensor:
@@ -166,8 +196,16 @@ class CudaLink:
         Also waits for the device where the loop has queued more steps than the ring is long: their batches are freed
         and still in use, and reading on would take new device memory for every step that the host is ahead.
         """
+        begun = time.perf_counter()
         while len(self._in_use) > len(self._stages):
             self._in_use.popleft().synchronize()
+        after = time.perf_counter()
+        self._times.steps_s += after - begun
+        self._let_go()
+        self._times.copies_s += time.perf_counter() - after
+
+    def _let_go(self) -> None:
+        """Drops host memory that was read; waits for the oldest copy where as many are queued as the ring holds."""
         while self._in_flight:
             event, _ = self._in_flight[0]
             if not event.query():
@@ -184,7 +222,8 @@ class CudaLink:
         self.leave()
         if not (self._break_fence and self._ring is None):
             consumer.wait_event(sent.event)
-        for tensor in leaves_of(sent.batch):
+        parts, sent.parts = sent.parts, None
+        for tensor in leaves_of(sent.batch) if parts is None else parts:
             self._cuda.record(tensor, consumer)
         if self._check is not None:
             sent.step = step
@@ -236,19 +275,20 @@ class CudaLink:
         self._cuda.enter_thread()
 
     def streams(self) -> list[Any]:
-        """Returns the streams that batches go through: the copies' and the consumer's."""
+        """Returns the streams that batches go through: those of copies and the consumer's."""
         consumer = self._used_on if self._used_on is not None else self._consumer_now()
-        return [self._copy, consumer]
+        return [*self._copies, consumer]
 
     def drop(self, sent: Sent) -> None:
         """Forgets a batch that nobody will use, once its copy is over."""
         if sent.event is not None:
             sent.event.synchronize()
-        sent.batch, sent.raw = None, []
+        sent.batch, sent.parts, sent.raw = None, None, []
 
     def close(self) -> None:
         """Waits for the copies and gives page-locked memory back."""
-        self._copy.synchronize()
+        for copy in self._copies:
+            copy.synchronize()
         self._in_flight.clear()
         self._in_use.clear()
         for stage in self._stages:
@@ -256,6 +296,7 @@ class CudaLink:
         self._used = None
 
 
-def _let_finish(stream: Any) -> None:
-    with suppress(RuntimeError):  # of work that failed, or a driver that shuts down
-        stream.synchronize()
+def _let_finish(streams: list[Any]) -> None:
+    for stream in streams:
+        with suppress(RuntimeError):  # of work that failed, or a driver that shuts down
+            stream.synchronize()

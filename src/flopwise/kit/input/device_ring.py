@@ -30,6 +30,10 @@ class DeviceRing:
         self._break_fence = break_fence
         self.left_to_users = 0
 
+    def __len__(self) -> int:
+        """Returns how many batches' buffers there are."""
+        return len(self._slots)
+
     def targets(
         self, number: int, sources: list[torch.Tensor], copy_stream: Any, consumers: list[Any]
     ) -> list[torch.Tensor]:

@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
+from flopwise.kit.input.layout import is_plain
 from flopwise.kit.input.notices import say_once
 from flopwise.kit.nested import map_tensors, tensors_in
+
+#: What holds nothing that could be moved.
+_BARE = (str, bytes, bool, int, float, complex, type(None))
 
 _NOTHING_TO_MOVE = (
     str,
@@ -70,6 +74,27 @@ class _ByStaying(type):
 
 class Stays(metaclass=_ByStaying):
     """What is neither walked nor moved, and might hold something that should be."""
+
+
+def only_plain(tree: Any) -> list[torch.Tensor] | None:
+    """Returns the tensors of a batch that is lists, tuples and dicts of plain ones, in order; None where it is more.
+
+    Most batches are: they need none of the walks that look for anything else.
+    """
+    found: list[torch.Tensor] = []
+    return found if _is_only_plain(tree, found) else None
+
+
+def _is_only_plain(tree: Any, found: list[torch.Tensor]) -> bool:
+    kind = type(tree)
+    if kind is torch.Tensor:
+        found.append(tree)
+        return is_plain(tree)
+    if kind is list or kind is tuple:
+        return all(_is_only_plain(part, found) for part in tree)
+    if kind is dict:
+        return all(_is_only_plain(part, found) for part in tree.values())
+    return kind in _BARE
 
 
 def wrapped(tree: Any) -> Any:

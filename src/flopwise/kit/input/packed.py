@@ -24,10 +24,18 @@ class Packed:
     """A filled slot on its way: where its tensors lie. `PinnedPool.unpack` makes the batch of it."""
 
     def __init__(
-        self, pool: str, slot: int, ticket: int, tree: Any, used_bytes: int, checksum: int | None
+        self,
+        pool: str,
+        slot: int,
+        ticket: int,
+        tree: Any,
+        used_bytes: int,
+        checksum: int | None,
+        waited_s: float = 0.0,
     ) -> None:
         self.pool, self.slot, self.ticket, self.tree = pool, slot, ticket, tree
         self.used_bytes, self.checksum = used_bytes, checksum
+        self.waited_s = waited_s  # the worker, for the slot
         self.window: Any = None
 
     def claim(self) -> None:
@@ -42,6 +50,12 @@ class Packed:
                 "a batch came out of a pool that this process does not have, or has closed"
             )
         self.window = pool.claim(self.slot, self.ticket)
+
+    @property
+    def page_locked(self) -> bool:
+        """Returns whether the copy engine reads the slot where it lies."""
+        pool = POOLS.get(self.pool)
+        return pool is not None and pool.page_locked
 
     def room(self) -> torch.Tensor:
         """Returns the slot's bytes behind its header; what is made of them keeps the slot."""

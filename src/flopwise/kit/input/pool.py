@@ -40,6 +40,7 @@ class PoolCounts:
 
     placed: int = 0
     reclaimed: int = 0
+    slot_wait_s: float = 0.0  # workers waited so long for a free slot, all batches placed together
     fallbacks: dict[str, int] = field(default_factory=dict)
 
 
@@ -115,13 +116,22 @@ class PinnedPool:
 
     def block(self, slot: int) -> torch.Tensor:
         """Returns the slot's room as bytes, behind its header."""
+        self._block.meet(slot * self._pitch, self._pitch)
         return self._block.tensor(slot * self._pitch + HEADER_BYTES, self.slot_bytes)
 
-    def filled(self, slot: int, tree: Any, used_bytes: int, checksum: int | None) -> Packed:
+    def filled(
+        self,
+        slot: int,
+        tree: Any,
+        used_bytes: int,
+        checksum: int | None,
+        waited_s: float = 0.0,
+    ) -> Packed:
         """Returns what is sent to the parent about a slot that is full."""
         header = self._block.tensor(slot * self._pitch, HEADER_WORDS * 8).view(torch.int64)
         header.copy_(Stamp(UNSENT, time.time_ns(), checksum or 0).words())
-        packed = Packed(self._name, slot, self._table.filled(slot), tree, used_bytes, checksum)
+        ticket = self._table.filled(slot)
+        packed = Packed(self._name, slot, ticket, tree, used_bytes, checksum, waited_s)
         if os.getpid() == self._made_by:  # a loader without workers: it goes nowhere
             packed.claim()
         return packed
@@ -151,6 +161,7 @@ class PinnedPool:
             return item
         room = item.room()
         self.counts.placed += 1
+        self.counts.slot_wait_s += item.waited_s
         return map_tensors(item.tree, lambda placed: placed.view(room), Placed)
 
     def claim(self, slot: int, ticket: int) -> Any:

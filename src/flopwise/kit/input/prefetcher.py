@@ -15,7 +15,7 @@ from flopwise.errors import InputError
 from flopwise.kit.input import resume
 from flopwise.kit.input.arguments import called, whole
 from flopwise.kit.input.barrier import Barrier, wait_for_all
-from flopwise.kit.input.cuda_link import CudaLink
+from flopwise.kit.input.cuda_link import COPY_STREAMS, CudaLink
 from flopwise.kit.input.cuda_surface import CudaSurface
 from flopwise.kit.input.findings import Inconsistency, Judge
 from flopwise.kit.input.host_link import HostLink
@@ -23,7 +23,7 @@ from flopwise.kit.input.links import changes_of, device_of, mover, on_device, po
 from flopwise.kit.input.normalize import as_normalize
 from flopwise.kit.input.pool import PinnedPool
 from flopwise.kit.input.reader import InThread, InTurn, Reader, Snapshot
-from flopwise.kit.input.sent import Counts
+from flopwise.kit.input.sent import Counts, Times
 
 #: Steps whose waits are kept until they are asked for.
 MOST_MARKS = 1 << 16
@@ -71,6 +71,7 @@ class Prefetcher:
         stream: Any = None,
         measure_wait: bool = False,
         _break_fence: bool = False,
+        _copy_streams: int = COPY_STREAMS,
     ) -> None:
         depth = whole("depth", depth, 1, "at least one batch is read ahead")
         called("transform", transform)
@@ -88,8 +89,9 @@ class Prefetcher:
         self.pool = pool if pool is not None else pool_of(loader)
         self.judge = Judge(consistency is True) if consistency else None
         self.barriers: list[Barrier] = []
+        self.times = Times()
         self._thread, self._reuse, self._stream = thread, reuse, stream
-        self._break_fence = _break_fence
+        self._break_fence, self._copy_streams = _break_fence, _copy_streams
         self._changes = changes_of(as_normalize(normalize, channels_last), transform)
         self._link: Any = None
         self._reader: Reader | None = None
@@ -122,7 +124,8 @@ class Prefetcher:
         if self.judge is not None:
             self.judge.begin()
         kind = InThread if self._thread else InTurn
-        self._reader = kind(begun.batches, self._link, self.depth, resume.own_state(self.loader))
+        state_of = resume.own_state(self.loader)
+        self._reader = kind(begun.batches, self._link, self.depth, state_of, self.times)
         return self._reader
 
     def _batches(self, reader: Reader) -> Iterator[Any]:
@@ -255,6 +258,8 @@ class Prefetcher:
             reuse=self._reuse,
             consumer=self._stream,
             break_fence=self._break_fence,
+            times=self.times,
+            streams=self._copy_streams,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,6 +14,7 @@ import torch
 
 from flopwise.errors import InputError
 from flopwise.kit.input.notices import say_once
+from flopwise.kit.input.sent import Times
 from flopwise.kit.nested import NotRebuiltError
 
 #: A thread that is stuck inside the loader is left behind after so long.
@@ -51,10 +53,16 @@ class Reader:
     """One pass over an iterator. `take` returns batches, raises what the loader raised, and StopIteration at the end."""
 
     def __init__(
-        self, iterator: Iterator[Any], link: Any, depth: int, state_of: Any = None
+        self,
+        iterator: Iterator[Any],
+        link: Any,
+        depth: int,
+        state_of: Any = None,
+        times: Times | None = None,
     ) -> None:
         self._iterator, self._link, self._depth = iterator, link, depth
         self._state_of = state_of
+        self._times = times if times is not None else Times()
         self._number = 0
         self._stopped = False
         self._grad = torch.is_grad_enabled()  # the loop's mode; a thread begins with its own
@@ -66,12 +74,15 @@ class Reader:
             return self._read_one()
 
     def _read_one(self) -> Snapshot | _End:
+        begun = time.perf_counter()
         try:
             item = next(self._iterator)
         except StopIteration:
             return _End()
         except Exception as error:
             return _End(error)
+        finally:
+            self._times.loader_s += time.perf_counter() - begun
         if (
             self._stopped
         ):  # a thread that was left behind inside the loader: nothing of it is sent any more
@@ -102,10 +113,8 @@ class Reader:
 class InTurn(Reader):
     """Reads in the loop's own thread, where the loop asks for a batch: at the same place of the program every time."""
 
-    def __init__(
-        self, iterator: Iterator[Any], link: Any, depth: int, state_of: Any = None
-    ) -> None:
-        super().__init__(iterator, link, depth, state_of)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._ready: deque[Snapshot | _End] = deque()
 
     def take(self) -> Snapshot:
@@ -131,10 +140,8 @@ class InTurn(Reader):
 class InThread(Reader):
     """Reads in a thread. The first batch is read where the loop asks for it: processes are forked and seeds drawn there."""
 
-    def __init__(
-        self, iterator: Iterator[Any], link: Any, depth: int, state_of: Any = None
-    ) -> None:
-        super().__init__(iterator, link, depth, state_of)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._ready: SimpleQueue[Snapshot | _End] = SimpleQueue()
         self._room: SimpleQueue[bool] = SimpleQueue()  # True: one more may be read; False: stop
         self._thread: threading.Thread | None = None
@@ -160,9 +167,12 @@ class InThread(Reader):
 
     def _next_ready(self) -> Snapshot | _End:
         """Waits in slices: a signal that another thread got (Ctrl-C, a worker's death) is handled between two."""
+        begun = time.perf_counter()
         while True:
             with suppress(Empty):
-                return self._ready.get(timeout=SLICE_S)
+                read = self._ready.get(timeout=SLICE_S)
+                self._times.loop_s += time.perf_counter() - begun
+                return read
 
     def _start(self) -> None:
         for _ in range(self._depth):

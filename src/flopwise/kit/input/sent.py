@@ -22,6 +22,16 @@ class Counts:
 
 
 @dataclass
+class Times:
+    """Where the time of reading ahead goes, seconds on the host; what is sent waits in one of the first three."""
+
+    loader_s: float = 0.0  # for the loader's next batch
+    copies_s: float = 0.0  # for copies: as many are queued as the ring holds
+    steps_s: float = 0.0  # for steps: as many are queued as the ring holds
+    loop_s: float = 0.0  # the loop's own, for a batch that was not sent yet
+
+
+@dataclass
 class Sent:
     """One batch: as it is handed to the loop, and what is needed to know that it is whole."""
 
@@ -33,6 +43,7 @@ class Sent:
     stamp: Stamp | None = None  # with consistency: what was sent
     header: torch.Tensor | None = None  # number, time and checksum as they came along
     raw: list[torch.Tensor] = field(default_factory=list)  # its tensors as they were sent
+    parts: list[torch.Tensor] | None = None  # all that holds its memory, where that is known
     versions: list[int | None] = field(default_factory=list)
 
     def keep(self, raw: list[torch.Tensor], header: torch.Tensor | None) -> None:
