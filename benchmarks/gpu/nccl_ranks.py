@@ -61,7 +61,7 @@ class Size:
         return ["--tiny"] * self.tiny + ["--steps", str(self.steps)]
 
 
-FULL = Size(False, 220, 40, "4,6", 0.010, "25,500")
+FULL = Size(False, 180, 35, "3,6", 0.010, "25,500")
 TINY = Size(True, 130, 30, "2,6", 0.030, "1,4")
 
 
@@ -84,7 +84,6 @@ class Bench:
         self.end = time.monotonic() + budget_s
         self.id = uuid.uuid4().hex
         self.parts: dict[str, dict[str, Any]] = {}
-        self.bare_first: dict[str, Any] | None = None
 
     @property
     def left_s(self) -> float:
@@ -226,7 +225,7 @@ def of_steps(truth: dict[str, Any], steps: list[int]) -> dict[str, Any]:
 def ledger(bench: Bench, name: str) -> dict[str, Any]:
     """Measures a job without a fault."""
     part = measured(bench, name, name.partition("-")[2])
-    part["reasons"] = judge.judge_ledger(part["ranks"])
+    part["reasons"] = [*judge.withheld(part["job"]), *judge.judge_ledger(part["ranks"])]
     return part
 
 
@@ -235,7 +234,8 @@ def fault(bench: Bench, name: str) -> dict[str, Any]:
     part = measured(bench, name, "gpt2", name)
     base = bench.parts.get("ledger-gpt2")
     base = base if base and "job" in base else None
-    part["fault"], part["reasons"] = judge.judge_fault(name, 1, part["job"], part["ranks"], base)
+    part["fault"], wrong = judge.judge_fault(name, 1, part["job"], part["ranks"], base)
+    part["reasons"] = [*judge.withheld(part["job"]), *wrong]
     return part
 
 
@@ -364,6 +364,7 @@ def main() -> int:
     add("--ranks", type=int, default=2)
     add("--budget-s", type=float, default=240.0)
     add("--tiny", action="store_true", help="small models on CPUs, over Gloo")
+    add("--resume", action="store_true", help="leave out what is measured in --out already")
     add("--keep", type=Path, help="folder for what the runs write (default: a temporary one)")
     flags = parser.parse_args()
     names = chosen(PARTS, flags.only)
@@ -378,8 +379,13 @@ def main() -> int:
     result["variables"] = {
         k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "TORCH_NCCL"))
     }
+    if flags.resume and flags.out.exists():
+        kept = json.loads(flags.out.read_text())["parts"]
+        bench.parts.update({name: part for name, part in kept.items() if part["measured"]})
     try:
         for name in names:
+            if name in bench.parts:
+                continue
             began = time.monotonic()
             try:
                 part = WORK[name](bench, name)

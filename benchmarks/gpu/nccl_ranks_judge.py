@@ -25,6 +25,9 @@ WAIT_LIMIT_FRAC = 0.15  # of what was injected
 MOVING_LIMIT_FRAC, MOVING_LIMIT_MS = 0.15, 0.2
 OVERHEAD_LIMIT_FRAC = 0.01
 BANDWIDTH_LIMIT_FRAC = 0.05
+BETWEEN_CALLS_MS = (
+    0.01  # of the direct time of a call: from the end of one to the start of the next
+)
 COMMUNICATION = ("comm_wait", "comm_transfer", "comm_unsplit")
 #: Which reasons of a straggler fit a fault.
 REASONS = {"host": ("host",), "matmul": ("work", "kernels")}
@@ -154,6 +157,11 @@ def job_figures(job: JobRecord) -> dict[str, Any]:
 
 def _alike(ms: float, true_ms: float) -> bool:
     return abs(ms - true_ms) <= MOVING_LIMIT_FRAC * abs(true_ms) + MOVING_LIMIT_MS
+
+
+def withheld(job: dict[str, Any]) -> list[str]:
+    """Returns what is not said of the job, and for which defects."""
+    return [f"{what} is withheld by {', '.join(codes)}" for what, codes in job["withheld"].items()]
 
 
 def judge_ledger(ranks: Sequence[dict[str, Any]]) -> list[str]:
@@ -296,7 +304,9 @@ def judge_bandwidth(
                 row |= {"bus_bytes_per_s": ours, "of_link_frac": one.of_link_frac}
                 row |= {"calls": one.calls, "ms": 1e3 * one.s / one.calls}
                 row |= {"wait_frac": (one.wait_s or 0.0) / one.s, "ratio": ours / bus}
-        if abs(row.get("ratio", 0.0) - 1) > BANDWIDTH_LIMIT_FRAC:
+                row["transfer_ms"] = factor * int(size) / ours * 1e3
+        most_ms = BANDWIDTH_LIMIT_FRAC * ms + BETWEEN_CALLS_MS
+        if abs(row.get("transfer_ms", 0.0) - ms) > most_ms:
             said = f"{row['ratio']:.3f}" if "ratio" in row else "none"
             wrong.append(f"{int(size) / 2**20:g} MiB: {said} of the true bandwidth")
         found.append(row)

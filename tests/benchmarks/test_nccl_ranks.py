@@ -140,6 +140,37 @@ def test_overhead_is_a_ratio_of_pairs_with_equal_codes_and_output(judge):
     assert "prints" in judge.judge_overhead([*pairs[:2], (arm(10), arm(10, stdout="x"))])[1][0]
 
 
+def test_bandwidth_is_judged_by_the_time_of_a_call(judge):
+    from types import SimpleNamespace
+
+    def read(transfer_ms, bus=True):
+        nbytes = 25 << 20
+        rate = nbytes / transfer_ms * 1e3
+        one = SimpleNamespace(
+            op="all_reduce", nbytes=nbytes, calls=5.0, s=5e-3 * transfer_ms, wait_s=0.0, of_link_frac=None,
+            algorithm_bytes_per_s=rate, bus_bytes_per_s=1.5 * rate if bus else None,
+        )  # fmt: skip
+        truth = {"ms": {str(nbytes): [0.113, 0.2, 0.113]}}
+        (row,), wrong = judge.judge_bandwidth(SimpleNamespace(collectives=[one]), [truth], 4)
+        assert row["true_bus_bytes_per_s"] == pytest.approx(nbytes / 0.113e-3 * 1.5)
+        assert row["transfer_ms"] == pytest.approx(transfer_ms)
+        assert row["bus_is_told"] == bus
+        return wrong
+
+    assert read(0.1) == []
+    assert read(0.128, bus=False) == []
+    assert read(0.13) == ["25 MiB: 0.869 of the true bandwidth"]
+    nothing = judge.judge_bandwidth(
+        SimpleNamespace(collectives=[]), [{"ms": {"1048576": [1.0]}}], 2
+    )
+    assert nothing[1] == ["1 MiB: none of the true bandwidth"]
+
+
+def test_what_is_withheld_is_said(judge):
+    said = judge.withheld({"withheld": {"waits": ["H204"], "stragglers": ["H204", "H211"]}})
+    assert said == ["waits is withheld by H204", "stragglers is withheld by H204, H211"]
+
+
 def test_every_part_has_its_work(ranks):
     assert set(ranks.WORK) == set(ranks.PARTS)
 
