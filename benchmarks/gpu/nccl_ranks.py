@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +185,7 @@ def measured(bench: Bench, name: str, model: str, fault: str = "none") -> dict[s
     part["run"] = {
         "code": done.code,
         "stdout": done.stdout,
-        **of_steps(done.truths[0], judge.timed(records[0], done.truths[0])),
+        **of_steps(done.truths[0], judge.timed(records[0], done.truths[0]).values()),
     }
     part["windows_cost_s"] = sum(one["cost_ns"] for one in windows(records[0])) * 1e-9
     part["after"] = after(records[0])
@@ -212,11 +212,11 @@ def after(rank: dict[str, Any]) -> dict[str, Any]:
     return {"state": profile.get("state"), "steps": len(ns), "mean_ms": mean_ms}
 
 
-def of_steps(truth: dict[str, Any], steps: list[int]) -> dict[str, Any]:
+def of_steps(truth: dict[str, Any], steps: Iterable[int]) -> dict[str, Any]:
     """Returns the mean of the timed steps and of all of them, milliseconds."""
     every = truth["step_ms"]
     return {
-        "steps": steps,
+        "steps": list(steps),
         "step_ms": judge.mean_of(every, steps),
         "all_ms": sum(every) / len(every),
     }
@@ -256,7 +256,7 @@ def overhead(bench: Bench, name: str) -> dict[str, Any]:
             part["wall_s"] += done.wall_s
             truth = done.truths[0]
             if arm == "run":
-                steps = judge.timed(rank_records(folder)[0], truth)
+                steps = judge.timed(rank_records(folder)[0], truth).values()
             else:
                 steps = arms["run"][0]["steps"]
             arms[arm].append({"code": done.code, "stdout": done.stdout, **of_steps(truth, steps)})
@@ -311,7 +311,7 @@ def one(bench: Bench, name: str) -> dict[str, Any]:
         "trusted": made.get("trusted"),
         "untrusted_because": made.get("untrusted_because"),
     }
-    steps = of_steps(done.truths[0], judge.timed(rank_records(folder)[0], done.truths[0]))
+    steps = of_steps(done.truths[0], judge.timed(rank_records(folder)[0], done.truths[0]).values())
     reasons = [] if lines else [f"no ledger: {record.get('ledger_reason')}"]
     return {"wall_s": done.wall_s, **steps, **figures, "reasons": reasons}
 
@@ -392,7 +392,8 @@ def main() -> int:
             except Exception as error:  # the other parts go on
                 part = {"reasons": [f"{type(error).__name__}: {error}"], "measured": False}
             part.setdefault("measured", True)
-            part["verdict"] = "FAIL" if part["reasons"] else "pass"
+            judged = "FAIL" if part["reasons"] else "pass"
+            part["verdict"] = "not judged" if flags.tiny else judged
             part["took_s"] = time.monotonic() - began
             bench.parts[name] = part
             print(text(name, part), flush=True)

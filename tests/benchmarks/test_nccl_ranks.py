@@ -31,8 +31,11 @@ def test_timed_rows_lie_on_the_truths_intervals(judge):
         for k, ms in enumerate(step_ms)
     ]
     truth = {"step_ms": step_ms}
-    assert judge.timed({"rows": rows, "steps_seen": 7}, truth) == [2, 3, 4, 5]
-    assert judge.timed({"rows": [rows[0], *rows], "steps_seen": 7}, truth) == [2, 3, 4, 5]
+    # Behind the last one flopwise opens its windows
+    assert judge.timed({"rows": rows, "steps_seen": 7}, truth) == {2: 2, 3: 3, 4: 4}
+    led = {"rows": [rows[0], *rows], "steps_seen": 7}
+    assert judge.timed(led, truth) == {3: 2, 4: 3, 5: 4}
+    assert judge.timed_rows(led) == {3: 11.0, 4: 12.0, 5: 13.0, 6: 14.0}
     with pytest.raises(LookupError, match="no step"):
         judge.timed({"rows": rows[:2], "steps_seen": 3}, truth)
     with pytest.raises(LookupError, match="rows 2 to 5 have no truth"):
@@ -53,6 +56,7 @@ def figures(rank=0, **changed):
     usual = {
         "rank": rank,
         "step_ratio": 1.001,
+        "of_rows_ratio": 1.0,
         "identity_error_frac": 1e-12,
         "residual_frac": 0.004,
         "unattributed_frac": 0.001,
@@ -70,6 +74,7 @@ def figures(rank=0, **changed):
     ("changed", "said"),
     [
         ({}, ""),
+        ({"of_rows_ratio": 0.99}, "not the mean of the timed ones"),
         ({"step_ratio": 0.99}, "0.9900 of the true one"),
         ({"identity_error_frac": -2e-6}, "but for -2.0e-06"),
         ({"residual_frac": -0.03}, "the residual is -3.00%"),
@@ -98,30 +103,34 @@ def job(rank=1, reason="host", delay_ms=10.4, transfer_ms=5.0):
 
 
 @pytest.mark.parametrize(
-    ("kind", "of_job", "wait_ms", "said"),
+    ("kind", "of_job", "wait_ms", "exposed_ms", "said"),
     [
-        ("host", {}, 10.5, ""),
-        ("host", {"rank": 0}, 10.5, "rank 1 is not named"),
-        ("host", {"rank": None}, 10.5, "nobody does"),
-        ("host", {"reason": "work"}, 10.5, "the reason is work"),
-        ("matmul", {"reason": "work"}, 10.5, ""),
-        ("host", {}, 8.0, "others wait 7.90 ms a step longer, of 10.30"),
-        ("host", {"delay_ms": 25.0}, 10.5, "said to delay by 25.00 ms, true are 10.30"),
-        ("host", {"transfer_ms": 6.1}, 10.5, "data moves for 6.10 ms a step, and 5.00 without"),
+        ("host", {}, 10.5, 12.2, []),
+        ("host", {}, 8.0, 12.2, []),  # what moves while the others wait was hidden before
+        ("host", {"rank": 0}, 10.5, 12.2, ["rank 1 is not named"]),
+        ("host", {"rank": None}, 10.5, 12.2, ["nobody does"]),
+        ("host", {"reason": "work"}, 10.5, 12.2, ["the reason is work"]),
+        ("matmul", {"reason": "work"}, 10.5, 12.2, []),
+        ("host", {}, 3.5, 12.2, ["others wait 3.40 ms a step longer, true are 10.30"]),
+        ("host", {}, 12.2, 12.2, ["others wait 12.10 ms a step longer"]),
+        ("host", {}, 8.0, 9.5, ["others have 7.60 ms more of communication, true are 10.30"]),
+        ("host", {"delay_ms": 25.0}, 10.5, 12.2, ["said to delay by 25.00 ms, true are 10.30"]),
+        ("host", {"transfer_ms": 6.1}, 10.5, 12.2, ["for 6.10 ms a step, and 5.00 without"]),
     ],
 )
-def test_what_a_slow_rank_must_show(judge, kind, of_job, wait_ms, said):
+def test_what_a_slow_rank_must_show(judge, kind, of_job, wait_ms, exposed_ms, said):
     turns = {"ms": 10.3, "low_ms": 10.2, "high_ms": 10.4}
+    lines = {"comm_wait": wait_ms, "comm_transfer": exposed_ms - wait_ms}
     both = [
-        figures(0, in_turns=turns, lines_ms={"comm_wait": wait_ms, "comm_transfer": 3.0}),
+        figures(0, in_turns=turns, lines_ms=lines, exposed_ms=exposed_ms),
         figures(1, in_turns=turns),
     ]
     base = {"job": {"transfer_ms": 5.0}, "ranks": [figures(0), figures(1)]}
     found, wrong = judge.judge_fault(kind, 1, job(**of_job), both, base)
     assert found["injected_ms"] == 10.1
     assert found["wait_ratio"] == pytest.approx((wait_ms - 0.1) / 10.3)
-    assert len(wrong) == bool(said)
-    assert all(said in one for one in wrong)
+    assert len(wrong) == len(said)
+    assert all(part in one for part, one in zip(said, wrong, strict=True))
 
 
 def test_overhead_is_a_ratio_of_pairs_with_equal_codes_and_output(judge):
