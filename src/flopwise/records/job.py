@@ -146,11 +146,10 @@ class Straggler:
     reasons_s: dict[str, float]  # caused_s by reason, as far as it has one
     evidence: str
     where: list[str] = field(default_factory=list)
-    delay_s: float = (
-        0.0  # how long the other ranks of its groups wait for it in a step, mean over these others
-    )
-    #: How long a rank waits for it in a step that counts: mean over all ranks that were read, itself among them. None: no such step,
-    #: or what a step is is not known.
+    #: How long the other ranks of its groups wait for it in a step and compute nothing meanwhile, mean over these others.
+    delay_s: float = 0.0
+    #: How long a rank waits for it in a step that counts, and computes nothing meanwhile: mean over all ranks that were read, itself
+    #: among them. None: no such step, or what a step is is not known.
     per_step_s: float | None = None
     per_step_ci95: tuple[float, float] | None = None  # of it
 

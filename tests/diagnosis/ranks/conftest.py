@@ -24,7 +24,7 @@ def made(
 ) -> RankSummary:
     """Returns a rank; a call is a dict with at least start and end in microseconds, whose other keys are columns of `Calls`.
 
-    `before` is a dict of parts in microseconds, `covered` a list of stretches in which compute ran, from the call's start.
+    `before` is a dict of parts in microseconds, `done` two of them, `covered` a list of stretches in which compute ran, from the call's start.
     """
     n = len(calls)
 
@@ -46,6 +46,12 @@ def made(
     for i, call in enumerate(calls):
         for part, us in call.get("before", {}).items():
             before[i, PARTS.index(part)] = round(us * US)
+    known_done = [call["done"] for call in calls if "done" in call]
+    done = np.zeros((len(known_done), 2, len(PARTS)), np.int64)
+    for i, both in enumerate(known_done):
+        for k, parts in enumerate(both):
+            for part, us in parts.items():
+                done[i, k, PARTS.index(part)] = round(us * US)
     filled = dataclasses.replace(
         no_calls(),
         start_ns=start,
@@ -71,6 +77,7 @@ def made(
         tensors=column("tensors", ()),
         before=before,
         place=column("place", ""),
+        done=done,
     )
     known: dict[str, Any] = {
         "path": f"rank{rank}.json",

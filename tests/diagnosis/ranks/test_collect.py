@@ -149,6 +149,16 @@ def test_what_the_rank_did_since_the_call_before(path: Path) -> None:
     assert before[0].sum() == 0  # what came before the first is not known
 
 
+def test_what_it_had_done_by_the_start_and_the_end_of_each_call(path: Path) -> None:
+    calls = of(path).calls
+    start, end = calls.done[:, 0], calls.done[:, 1]
+    # No call overlaps another: from one's end to the next one's start is what was done before that
+    assert (start[1:] - end[:-1]).tolist() == calls.before[1:].tolist()
+    hidden = end - start
+    assert hidden[:, 0].tolist() == (calls.end_ns - calls.start_ns - calls.exposed_ns).tolist()
+    assert hidden[:, 1:].sum() == 0  # while a call runs the device is not idle
+
+
 def test_times_are_of_the_clock_where_the_trace_says_when_it_began(
     timelines: Any, path: Path
 ) -> None:

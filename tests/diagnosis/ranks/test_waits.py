@@ -52,6 +52,7 @@ def test_what_compute_hides_of_a_wait_is_not_exposed(rank: Any) -> None:
     found = of(rank, [mine], [{"start": 40, "end": 100}])
     assert found.wait_ns[0].tolist() == [40_000]
     assert found.exposed_ns[0].tolist() == [15_000]  # 10 to 25
+    assert (found.caused_ns, found.cost_ns, found.others_ns) == ([20_000], [7_500], [15_000])
 
 
 def test_a_rank_that_waits_in_two_calls_at_once_waits_once(rank: Any) -> None:
@@ -63,6 +64,21 @@ def test_a_rank_that_waits_in_two_calls_at_once_waits_once(rank: Any) -> None:
     assert found.wait_ns[0].tolist() == [50_000, 40_000]
     assert found.others_ns == [50_000, 0]
     assert sum(found.caused_ns) == 25_000
+
+
+def test_what_is_hidden_of_the_wait_for_two_calls_is_told_of_each(rank: Any) -> None:
+    # It waits for both until 50, computes from 30 to 45, and waits for the second alone until 60
+    found = of(
+        rank,
+        [
+            {"start": 0, "end": 55, "covered": [(30, 45)]},
+            {"start": 10, "end": 70, "covered": [(20, 35)]},
+        ],
+        [{"start": 50, "end": 55}, {"start": 60, "end": 70}],
+    )
+    assert found.caused_ns == [25_000, 5_000]
+    assert found.cost_ns == [17_500, 5_000]
+    assert found.others_ns == [35_000, 10_000]
 
 
 def test_waits_of_several_groups_count_whatever_order_the_groups_come_in(rank: Any) -> None:
@@ -139,3 +155,4 @@ def test_waits_are_parts_of_their_calls_and_what_is_caused_is_their_mean(
         assert (found.exposed_ns[r] <= wait).all()
         total += int(wait.sum())
     assert 3 * sum(found.caused_ns) == pytest.approx(total)  # no two calls of a rank at once
+    assert found.cost_ns == found.caused_ns  # and no compute

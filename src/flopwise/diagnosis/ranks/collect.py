@@ -184,6 +184,7 @@ def calls_of(taken: Taken, base_ns: int) -> Calls:
     compute = _spans(work.start_ns, work.end_ns, job.kind == Owner.COMPUTE)
     bounds = taken.marks.bounds_ns
     covering, covered_from = _covering(compute, start, end)
+    before, done = _did(taken, compute, start, end)
     step = np.searchsorted(bounds, start, "right") - 1 - taken.sound.first
     step[(step < 0) | (start >= bounds[-1])] = -1
     return Calls(
@@ -208,8 +209,9 @@ def calls_of(taken: Taken, base_ns: int) -> Calls:
         backward_pass=_pass_of(backward_passes(events), launched),
         updates=_within(events, optimizer_calls(events), launched),
         tensors=[one.tensors for one in words],
-        before=_before(taken, compute, start, end),
+        before=before,
         place=_places(events, work.op[at]),
+        done=done,
     )
 
 
@@ -275,24 +277,30 @@ def _covering(compute: Spans, start: Ints, end: Ints) -> tuple[Ints, Ints]:
     return np.concatenate(pieces), np.cumsum(counts)
 
 
-def _before(taken: Taken, compute: Spans, start: Ints, end: Ints) -> Ints:
-    """Returns what the rank did from the end of the last call before to the start of each one, shape (n, len(PARTS))."""
+def _did(taken: Taken, compute: Spans, start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """Returns what the rank did from the end of the last call before to the start of each one, shape (n, len(PARTS)), and since its first
+    work by the start and by the end of each one, shape (n, 2, len(PARTS)).
+    """
     job = taken.job
     work = job.work
     low = np.concatenate([start[:1], np.maximum.accumulate(end)[:-1]])
     high = np.maximum(start, low)
+    first = np.full(len(start), int(work.start_ns.min()), np.int64)
     copies = subtract(_spans(work.start_ns, work.end_ns, job.kind == Owner.COPY), compute)
     idle = own(work, job.kind, int(work.start_ns.min()), int(work.end_ns.max())).idle
     pieces = job.why_idle(idle).pieces
-    columns = [covered(compute, low, high), covered(copies, low, high)]
+    parts = [compute, copies]
     for cause in CAUSES:
         mine = [piece for piece in pieces if piece.cause == cause]
-        spans = union(
-            np.asarray([piece.start_ns for piece in mine], np.int64),
-            np.asarray([piece.end_ns for piece in mine], np.int64),
+        parts.append(
+            union(
+                np.asarray([piece.start_ns for piece in mine], np.int64),
+                np.asarray([piece.end_ns for piece in mine], np.int64),
+            )
         )
-        columns.append(covered(spans, low, high))
-    return np.stack(columns, axis=1)
+    before = np.stack([covered(spans, low, high) for spans in parts], axis=1)
+    done = [[covered(spans, first, until) for spans in parts] for until in (start, end)]
+    return before, np.asarray(done, np.int64).transpose(2, 0, 1)
 
 
 def backward_passes(events: Events) -> Spans:

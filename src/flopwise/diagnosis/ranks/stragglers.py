@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from flopwise.diagnosis.ranks.arrivals import ROOTED, arrivals
 from flopwise.diagnosis.ranks.matching import Matched
 from flopwise.diagnosis.ranks.summary import PARTS, RankSummary
 from flopwise.diagnosis.ranks.waits import Waits
@@ -39,8 +40,6 @@ MORE_FRAC = 0.02
 #: Its kernels differ so little in how much slower they are, each weighed by its time on the others: it is the clock.
 ALIKE_FRAC = 0.25
 RESAMPLES = 2000
-#: From these the others may wait for one rank alone, and a trace does not say for which.
-ROOTED = frozenset(("broadcast", "reduce", "scatter", "gather"))
 #: So many kernels, or operators, are named that take a rank longer.
 SHOWN = 3
 
@@ -51,7 +50,8 @@ class Caused:
 
     position: int
     ns: float = 0.0  # over all matched calls: the mean wait of the ranks of the group
-    others_ns: float = 0.0  # in the steps that count: the mean wait of the others
+    cost_ns: float = 0.0  # of that, while they computed nothing
+    others_ns: float = 0.0  # of that in the steps that count, the mean of the others
     calls: int = 0  # to which it came last
     steps: int = 0  # of its steps that count, those with a matched call
     each_ns: Floats = field(
@@ -59,7 +59,7 @@ class Caused:
     )  # by matched call, 0 where another was last
     in_steps_ns: Floats = field(
         default_factory=lambda: np.zeros(0)
-    )  # of each_ns, the calls in steps that count
+    )  # what it costs by matched call, of those in steps that count
     of_calls: int = 0  # how many calls were matched
     parts_ns: Floats = field(
         default_factory=lambda: np.zeros(len(PARTS))
@@ -77,10 +77,12 @@ def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Wait
         bool,
     )
     each: dict[int, Floats] = defaultdict(lambda: np.zeros(n))
+    cost: dict[int, Floats] = defaultdict(lambda: np.zeros(n))
     parts: dict[int, Floats] = defaultdict(lambda: np.zeros(len(PARTS)))
     count: dict[int, int] = defaultdict(int)
     others: dict[int, float] = defaultdict(float)
     steps: dict[int, set[int]] = defaultdict(set)
+    came = arrivals(matched, ranks, waits)
     for k, one in enumerate(matched):
         for p, i in zip(one.ranks, one.calls, strict=True):
             if ranks[p].calls.step[i] >= 0:
@@ -89,13 +91,11 @@ def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Wait
         if ranks[late].calls.op[one.calls[one.ranks.index(late)]] in ROOTED:
             continue
         each[late][k] = waits.caused_ns[k]
+        cost[late][k] = waits.cost_ns[k]
         count[late] += 1
         if ranks[late].calls.step[one.calls[one.ranks.index(late)]] >= 0:
             others[late] += waits.others_ns[k]
-        before = {
-            p: ranks[p].calls.before[i].astype(float)
-            for p, i in zip(one.ranks, one.calls, strict=True)
-        }
+        before = came[k]
         usual = np.mean([b for p, b in before.items() if p != late], axis=0)
         longer = np.maximum(0.0, before[late] - usual)
         if longer.sum() > 0:
@@ -104,11 +104,12 @@ def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Wait
         Caused(
             position=p,
             ns=float(each[p].sum()),
+            cost_ns=float(cost[p].sum()),
             others_ns=others[p],
             calls=count[p],
             steps=len(steps[p]),
             each_ns=each[p],
-            in_steps_ns=each[p][counted],
+            in_steps_ns=cost[p][counted],
             of_calls=n,
             parts_ns=parts[p],
         )
@@ -120,7 +121,8 @@ def caused(matched: Sequence[Matched], ranks: Sequence[RankSummary], waits: Wait
 def named(
     all_of: Sequence[Caused], ranks: Sequence[RankSummary], span_ns: float
 ) -> list[Straggler]:
-    """Returns the ranks that cause clearly more than their equal share of the waiting, the most costly first.
+    """Returns the ranks that cause clearly more than their equal share of the waiting, the most costly first; none whose waiting
+    others' compute hides.
 
     Args:
         all_of: what each rank caused.
@@ -136,7 +138,7 @@ def named(
     found = []
     for one in all_of:
         share = one.ns / total
-        if share < least or one.ns < LEAST_FRAC * span_ns:
+        if share < least or one.cost_ns < LEAST_FRAC * span_ns:
             continue
         reasons = _reasons(one, ranks)
         known = {reason: s for reason, s in reasons.items() if s > 0}

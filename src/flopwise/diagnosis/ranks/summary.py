@@ -49,6 +49,8 @@ class Calls:
     #: What this rank did from the end of the call before to the start of this one, shape (n, len(PARTS)), ns.
     before: Ints
     place: list[str]  # the user's line, "" where not known
+    #: What it had done since its first work by the start of each call, and by its end, shape (n, 2, len(PARTS)), ns; empty: not known.
+    done: Ints = field(default_factory=lambda: np.zeros((0, 2, len(PARTS)), np.int64))
 
     def __len__(self) -> int:
         return len(self.start_ns)

@@ -26,7 +26,12 @@ class Waits:
     #: Of each, the wait of its ranks over the number of ranks that were read: summed over calls, the mean wait of a rank. A rank that
     #: waits in several calls at once waits once: in the first of them.
     caused_ns: list[float]
-    others_ns: list[float]  # the same, the mean over the ranks of the call that did not come last
+    cost_ns: list[
+        float
+    ]  # of that, while the ranks that waited computed nothing: the rest costs no time
+    others_ns: list[
+        float
+    ]  # as `cost_ns`, the mean over the ranks of the call that did not come last
     exposed_ns: dict[int, Ints]  # of `wait_ns`, what no compute hid; -1: not matched
 
     def share_of(self, position: int, duration_ns: Ints) -> float | None:
@@ -58,24 +63,30 @@ def waits(matched: Sequence[Matched], ranks: Sequence[RankSummary], clocks: Cloc
             exposed[p][i] = ns - _hidden(of, i, ns)
         last.append(one.ranks[int(np.argmax(start))])
     anew = {p: _anew(one.calls, found[p]) for p, one in enumerate(ranks)}
-    sums = [
-        float(sum(int(anew[p][i]) for p, i in zip(one.ranks, one.calls, strict=True)))
-        for one in matched
-    ]
-    caused = [ns / len(ranks) for ns in sums]
-    others = [ns / max(1, len(one.ranks) - 1) for one, ns in zip(matched, sums, strict=True)]
-    return Waits(found, last, caused, others, exposed)
+    caused, cost, others = [], [], []
+    for one in matched:
+        mine = [anew[p][i] for p, i in zip(one.ranks, one.calls, strict=True)]
+        every, exposed_only = (float(sum(int(each[k]) for each in mine)) for k in (0, 1))
+        caused.append(every / len(ranks))
+        cost.append(exposed_only / len(ranks))
+        others.append(exposed_only / max(1, len(one.ranks) - 1))
+    return Waits(found, last, caused, cost, others, exposed)
 
 
 def _anew(calls: Calls, wait_ns: Ints) -> Ints:
-    """Returns of each call's wait what does not lie in the wait of a call that the rank began before it."""
+    """Returns of each call's wait what does not lie in the wait of a call that the rank began before it, and what of that no compute
+    hid, shape (n, 2).
+    """
     rows = np.flatnonzero(wait_ns > 0)
     rows = rows[np.argsort(calls.start_ns[rows], kind="stable")]
     begin = calls.start_ns[rows]
     until = np.maximum.accumulate(begin + wait_ns[rows])
     seen = np.concatenate([np.full(1, NEVER_NS, np.int64), until])[: len(rows)]
-    found = np.zeros(len(wait_ns), np.int64)
-    found[rows] = np.maximum(0, begin + wait_ns[rows] - np.maximum(begin, seen))
+    found = np.zeros((len(wait_ns), 2), np.int64)
+    found[rows, 0] = np.maximum(0, begin + wait_ns[rows] - np.maximum(begin, seen))
+    for i in rows.tolist():
+        end, new = int(wait_ns[i]), int(found[i, 0])
+        found[i, 1] = new - _hidden(calls, i, end) + _hidden(calls, i, end - new)
     return found
 
 
