@@ -23,6 +23,44 @@ from flopwise.kit.nested import NotRebuiltError, map_tensors, tensors_in
 Call = Callable[..., Any]
 
 
+class _Weights:
+    """The parameters of a compiled module, and which of their gradients are copies already."""
+
+    def __init__(self, module: nn.Module) -> None:
+        # Dictionaries that stay, whatever is in them.
+        self._own = [m._parameters for m in module.modules() if m._parameters]
+        self._copies: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.may_be_new = True  # a backward has come through here since gradients were last taken
+        self.unfollowed = False  # a backward may come through outputs that are not followed
+
+    def followed(self, output: torch.Tensor) -> torch.Tensor:
+        """Returns an output of the module, whose backward says that gradients of the parameters may be new."""
+        if output.requires_grad and not output.is_leaf:
+            output.register_hook(self._backward_came)
+        return output
+
+    def _backward_came(self, grad: torch.Tensor) -> None:
+        self.may_be_new = True
+
+    def take(self) -> None:
+        """Copies each gradient that is there and is no copy."""
+        self.may_be_new = False
+        for parameters in self._own:
+            for parameter in parameters.values():
+                grad = parameter.grad if parameter is not None else None
+                if parameter is None or grad is None:
+                    continue
+                seen = self._copies.get(id(parameter))
+                if seen is None or seen() is not grad:
+                    copy = grad.clone()
+                    parameter.grad = copy
+                    self._copies[id(parameter)] = weakref.ref(copy)
+
+
+#: Of all modules whose compiled calls are copied out, in this process.
+_KNOWN: weakref.WeakSet[_Weights] = weakref.WeakSet()
+
+
 def copied_out(module: nn.Module, call: Call, told: set[str]) -> Call:
     """Returns a module's compiled call whose outputs and gradients are in memory that no graph writes to.
 
@@ -31,9 +69,8 @@ def copied_out(module: nn.Module, call: Call, told: set[str]) -> Call:
     hooks on saved tensors, is eager: that is how activation checkpointing runs a block again, and a graph would then
     start anew over what other blocks have saved. What is said once to the user is put into `told`.
     """
-    # Dictionaries that stay, whatever is in them.
-    own = [m._parameters for m in module.modules() if m._parameters]
-    mine: dict[int, weakref.ref[torch.Tensor]] = {}  # gradients that are copies already
+    weights = _Weights(module)
+    _KNOWN.add(weights)
 
     def tell(message: str) -> None:
         if message not in told:
@@ -47,16 +84,17 @@ def copied_out(module: nn.Module, call: Call, told: set[str]) -> Call:
                 "have saved"
             )
             return module._call_impl(*args, **kwargs)
-        _take_gradients(own, mine)
+        _take_gradients()
         if torch.is_grad_enabled():
             with contextlib.suppress(NotRebuiltError):  # of a type that is handed over as it is
                 args, kwargs = map_tensors((args, kwargs), _with_own_gradient)
         known = {id(t): t for t in tensors_in((args, kwargs))}
         out = call(*args, **kwargs)
         try:
-            return map_tensors(out, lambda t: _copy(t, known))
+            return map_tensors(out, lambda t: weights.followed(_copy(t, known)))
         except NotRebuiltError as error:
             tell(f"has outputs that torch's CUDA graphs write over in the next call: {error}")
+            weights.unfollowed = True
             return out
 
     return run
@@ -69,20 +107,14 @@ def _is_recomputed() -> bool:
     return amid_backward != -1 or hooks is not None
 
 
-def _take_gradients(
-    own: list[dict[str, nn.Parameter | None]], mine: dict[int, weakref.ref[torch.Tensor]]
-) -> None:
-    """Copies the gradients that are about to outlive the step that they are of."""
-    for parameters in own:
-        for parameter in parameters.values():
-            grad = parameter.grad if parameter is not None else None
-            if parameter is None or grad is None:
-                continue
-            seen = mine.get(id(parameter))
-            if seen is None or seen() is not grad:
-                copy = grad.clone()
-                parameter.grad = copy
-                mine[id(parameter)] = weakref.ref(copy)
+def _take_gradients() -> None:
+    """Copies the gradients of all compiled modules that are about to outlive the step that they are of.
+
+    Of all of them: the first compiled call of a step makes the graphs start anew, whichever module it is of.
+    """
+    for weights in _KNOWN:
+        if weights.may_be_new or weights.unfollowed:
+            weights.take()
 
 
 def _copy(tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
