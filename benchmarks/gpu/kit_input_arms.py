@@ -51,9 +51,13 @@ def by_stream(loader: Any) -> Iterator[Any]:
 
 
 def compute_of(step_s: float) -> Callable[[Any], None]:
-    """Returns a step of about so many seconds that reads its whole batch."""
+    """Returns a step of about so many seconds that reads its whole batch.
+
+    It multiplies zeros: with other numbers a card draws all the power that it may, and its clock then depends on what
+    ran in the second before, by more than arms differ.
+    """
     size = 4096 if CUDA else 64
-    a = torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16 if CUDA else torch.float32)
+    a = torch.zeros(size, size, device=DEVICE, dtype=torch.bfloat16 if CUDA else torch.float32)
     product_s = time_of(lambda: torch.mm(a, a), 50)
     count = max(1, round(step_s / product_s))
 

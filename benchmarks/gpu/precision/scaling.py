@@ -21,7 +21,6 @@ from precision.stacks import (
     loss_of,
     median_of,
     medians_ms,
-    sequences_for,
 )
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -70,16 +69,20 @@ def scaled_step(
     scaler: GradScaler | None,
     clip: bool = False,
     part: float = 1.0,
+    fill: Callable[[], None] | None = None,
 ) -> Callable[[], None]:
     """Returns a training step; without a scaler the loss is multiplied by a constant of the same size.
 
     Args:
         part: of the loss that is taken.
+        fill: other work of the step, done before the forward.
     """
     factor = part * (FACTOR if scaler is None and dtype is torch.float16 else 1.0)
 
     def step() -> None:
         optimizer.zero_grad()
+        if fill is not None:
+            fill()
         with torch.autocast(device().type, dtype=dtype):
             loss = loss_of(model, x, factor)
         if scaler is None:
@@ -200,9 +203,11 @@ def sync(tiny: bool, deadline: float) -> dict[str, Any]:
 def overhead(tiny: bool, deadline: float) -> dict[str, Any]:
     """Time of a step of about 10 ms with a scaler against one without, by number of parameters.
 
-    The cost is the difference to the same step with a constant in the scaler's place, as a share of the bfloat16 step:
-    float16 and bfloat16 products alone do not take the same time. One arm is there twice: what those two differ by is
-    what cannot be told apart.
+    What a scaler does is the same whatever else the step does. So forward and backward are short here, and the rest of
+    the 10 ms is a kernel that spins for a fixed number of clock cycles: products that fill the step would draw all the
+    power that the card may draw, and its clock would then wander by more than the scaler costs. The cost is the
+    difference to the same step with a constant in the scaler's place, as a share of the bfloat16 step. One arm is
+    there twice: what those two differ by is what cannot be told apart.
     """
     widths = [16] if tiny else [1792, 2944, 5376]  # 10, 26 and 87 million parameters
     shares = [1.0] if tiny else [0.5, 0.35, 0.5]  # of the time that is left then
@@ -222,13 +227,36 @@ def overhead(tiny: bool, deadline: float) -> dict[str, Any]:
     }
 
 
+def spinning(target: float, step: Callable[[], None]) -> Callable[[], None] | None:
+    """Returns device work that makes a step take about `target` seconds; None without a device to spin on."""
+    if device().type != "cuda":
+        return None
+    cycles = 20_000_000
+
+    def seconds(work: Callable[[], None]) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(2 * cycles)  # the host gets ahead
+        begin.record()
+        for _ in range(3):
+            work()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 3e3
+
+    for _ in range(3):
+        step()
+    per_cycle = seconds(lambda: torch.cuda._sleep(cycles)) / cycles
+    count = max(0, int((target - seconds(step)) / per_cycle))
+    return lambda: torch.cuda._sleep(count)
+
+
 #: Of a step of 10 ms.
 LIMIT = 0.005
 
 
 def _size(width: int, rounds: int, tiny: bool, deadline: float) -> dict[str, Any]:
     """Measures the overhead for one size of model."""
-    length, target, steps = (8, 1e-3, 2) if tiny else (512, 0.010, 10)
+    length, target, steps = (8, 1e-3, 2) if tiny else (512, 0.010, 20)
     with device():
         model = Wide(width, 3)
     optimizer = optimizer_of("adamw fused", model)
@@ -237,10 +265,11 @@ def _size(width: int, rounds: int, tiny: bool, deadline: float) -> dict[str, Any
         x: torch.Tensor, dtype: torch.dtype, scaler: GradScaler | None = None
     ) -> Callable[[], None]:
         part = x.numel() * OUTPUT_GRADIENT
-        return scaled_step(model, optimizer, x, dtype, scaler, part=part)
+        return scaled_step(model, optimizer, x, dtype, scaler, part=part, fill=fill)
 
-    count = sequences_for(target, lambda n: made(batch(n, length, width), torch.bfloat16))
-    x = batch(count, length, width)
+    fill: Callable[[], None] | None = None
+    x = batch(1, length, width)
+    fill = spinning(target, made(x, torch.bfloat16))
     arms = {
         "float16, no scaler": made(x, torch.float16),
         "float16, DynamicScaler": made(x, torch.float16, DynamicScaler()),
@@ -259,7 +288,6 @@ def _size(width: int, rounds: int, tiny: bool, deadline: float) -> dict[str, Any
     ours, null = cost("float16, DynamicScaler"), cost("float16, no scaler again")
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        "sequences": count,
         "step_ms": step_ms,
         "host_ms": host_ms,
         "device_bound": all(host_ms[name] < 0.8 * step_ms[name] for name in arms),

@@ -113,22 +113,6 @@ def host_seconds(step: Callable[[], Any], steps: int = 3) -> float:
     return taken
 
 
-def sequences_for(
-    target_s: float, make_step: Callable[[int], Callable[[], Any]], most: int = 512
-) -> int:
-    """Returns how many sequences make a step of about `target_s`."""
-    count = 2
-    for _ in range(6):
-        step = make_step(count)
-        seconds(3, step)
-        taken = seconds(5, step)
-        wanted = max(1, min(most, round(count * target_s / taken)))
-        if abs(wanted - count) <= max(1, 0.03 * count):
-            return wanted
-        count = wanted
-    return count
-
-
 def interleaved(
     arms: Mapping[str, Callable[[], Any]], steps: int, rounds: int, deadline: float
 ) -> dict[str, list[float]]:
