@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from flopwise.fixes.catalog.loader_workers import LoaderWorkers
-from flopwise.fixes.interface import Applied, Declined, Facts, Fix, Scene
-from flopwise.fixes.loader_setting import LoaderSetting
+from flopwise.fixes.interface import Applied, Declined, Facts, Fix, Scene, StartUp
 from flopwise.fixes.registry import FIXES
 from flopwise.meter.found import compiled_parts, compiles_own_code
 from flopwise.meter.rows import Row
@@ -50,29 +48,33 @@ def scene_of(session: Session, rows: Sequence[Row] = ()) -> Scene:
 
 
 class Plan:
-    """Applies planned fixes and leaves them on: loaders at their construction, the rest once the modules are known."""
+    """Applies planned fixes and leaves them on: some before the script builds anything, the rest once modules are known."""
 
     def __init__(self, session: Session, fixes: Sequence[Mapping[str, Any]]) -> None:
         self._session = session
         self._settings = {fix["code"]: dict(fix.get("setting") or {}) for fix in fixes}
-        self._loaders = 0  # built with the workers of the plan
+        self._started: dict[str, StartUp] = {}
         self.applied: list[Applied] = []
 
     def attach(self) -> None:
         """Installs what must be there before the script builds anything."""
-        known = {kind.code for kind in FIXES}
-        for code in self._settings:
-            if code not in known:
+        kinds = {kind.code: kind for kind in FIXES}
+        for code, setting in list(self._settings.items()):
+            kind = kinds.get(code)
+            if kind is None:
                 self._session.note(f"planned fix {code} left out: this flopwise does not know it")
-        setting = self._settings.get(LoaderWorkers.code)
-        if setting is None:
-            return
-        try:
-            LoaderSetting.from_strings(setting).install(self._built)
-            self._session.patches.names.append("DataLoader, built with the workers of the plan")
-        except ValueError as error:
-            self._session.note(f"planned fix {LoaderWorkers.code} left out: {error}")
-            del self._settings[LoaderWorkers.code]
+                continue
+            try:
+                start_up = kind.at_start(setting)
+                if start_up is not None:
+                    start_up.install()
+            except ValueError as error:
+                self._session.note(f"planned fix {code} left out: {error}")
+                del self._settings[code]
+                continue
+            if start_up is not None:
+                self._started[code] = start_up
+                self._session.patches.names.append(start_up.name)
 
     def apply(self) -> None:
         """Applies what fits; what does not is noted, and the run goes on without it."""
@@ -81,21 +83,14 @@ class Plan:
         for kind in FIXES:
             if kind.code not in self._settings:
                 continue
-            trouble = self._loader_trouble() if kind is LoaderWorkers else self._switch_on(kind())
+            started = self._started.get(kind.code)
+            trouble = self._switch_on(kind()) if started is None else started.trouble()
             if trouble is None:
                 on.append(f"{kind.code} {kind.name}")
             else:
                 self._session.note(f"planned fix {kind.code} {kind.name} {trouble}")
         self._session.note(f"applied by the plan: {', '.join(on) or 'nothing'}")
         self._session.roots.watch_again()
-
-    def _built(self, loader: Any) -> None:
-        self._loaders += 1
-
-    def _loader_trouble(self) -> str | None:
-        if self._loaders:
-            return None
-        return "left out: the script built no DataLoader that it fits before the first steps"
 
     def _switch_on(self, fix: Fix) -> str | None:
         """Returns why a fix is not on, None if it is."""

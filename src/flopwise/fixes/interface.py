@@ -1,6 +1,6 @@
 """The interface of a fix: four facts, two verbs, and what it is applied to.
 
-Facts: `code`, `name` (the cure), the `causes` it treats, its `numerics` class. Verbs: `check(scene)` says whether it
+Facts: `code`, `name` (the cure), the `causes` it treats, its `numerics` class, and how it is tried. Verbs: `check(scene)` says whether it
 may be tried here and why not, `apply(scene)` gives something that can be switched on and off inside the running
 process. The docstring of the class, with its four fixed headings, is also the documentation.
 
@@ -68,6 +68,8 @@ class Scene:
     steps_left: int | None = None
     cores: int = field(default_factory=cores_of_this_rank)
     facts: Facts = field(default_factory=Facts)
+    #: Findings of the baseline by code, with the gain that each predicted (None: it carried none).
+    findings: Mapping[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class Eligible:
     """The fix may be tried."""
 
     note: str = ""
+    predicted_gain_frac: float | None = (
+        None  # 1 - t_new / t_old, where the fix knows better than findings
+    )
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,20 @@ class Applied(ABC):
         return None
 
 
+class StartUp(ABC):
+    """A fix that is there before the script builds anything, and stays for the whole run."""
+
+    name: str  # of what it replaces, for the record of the run
+
+    @abstractmethod
+    def install(self) -> None:
+        """Puts it in."""
+
+    @abstractmethod
+    def trouble(self) -> str | None:
+        """Returns why it does nothing ("left out: ..."), asked once the first steps have run; None: it works."""
+
+
 class Fix(ABC):
     """A fix of the catalog."""
 
@@ -130,6 +149,12 @@ class Fix(ABC):
     name: ClassVar[str]
     causes: ClassVar[tuple[str, ...]]
     numerics: ClassVar[Numerics]
+    #: Codes of docs/findings.md whose cure it is: the gain that the first of them predicts is the fix's own.
+    findings: ClassVar[tuple[str, ...]] = ()
+    #: Only when asked for by name: it changes more than time and rounding (see "What can change").
+    opt_in: ClassVar[bool] = False
+    #: Codes of fixes that must not be on together with it; of two, the one that gains more alone stays.
+    conflicts: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def check(self, scene: Scene) -> Eligible | Declined:
@@ -141,6 +166,20 @@ class Fix(ABC):
 
         `setting` is what an earlier trial chose (`Applied.setting`, from a plan); without it the fix chooses.
         """
+
+    @classmethod
+    def at_start(cls, setting: Mapping[str, str]) -> StartUp | None:
+        """Returns what a plan installs before the script builds anything; None: the fix waits until modules are known.
+
+        Raises:
+            ValueError: the setting is not one of this fix.
+        """
+        return None
+
+    @classmethod
+    def environment(cls, setting: Mapping[str, str]) -> dict[str, str]:
+        """Returns the environment variables that a plan sets for the process before it starts."""
+        return {}
 
     @classmethod
     def sections(cls) -> dict[str, str]:

@@ -58,6 +58,7 @@ class Trial:
     parity: Parity | None = None
     setting: dict[str, str] = field(default_factory=dict)
     warmup_s: float | None = None  # from switching it on to steady steps, compilation included
+    predicted_ratio: float | None = None  # t_new / t_old, as the baseline's ledger had it
 
 
 @dataclass(frozen=True)

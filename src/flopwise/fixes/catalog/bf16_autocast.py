@@ -47,6 +47,7 @@ class Bf16Autocast(Fix):
     code = "FW104"
     name = "bf16-autocast"
     causes = ("fp32-compute",)
+    findings = ("L104",)
     numerics = "reordered"
 
     def check(self, scene: Scene) -> Eligible | Declined:

@@ -45,6 +45,7 @@ class ChannelsLast(Fix):
     code = "FW103"
     name = "channels-last"
     causes = ("conv-layout",)
+    findings = ("L111",)
     numerics = "reordered"
 
     def check(self, scene: Scene) -> Eligible | Declined:

@@ -65,6 +65,7 @@ class CompileModel(Fix):
     code = "FW105"
     name = "compile-model"
     causes = ("launch-bound", "memory-bound")
+    findings = ("L107", "L103", "L112")
     numerics = "reordered"
 
     def check(self, scene: Scene) -> Eligible | Declined:

@@ -56,6 +56,7 @@ class FusedOptimizer(Fix):
     code = "FW102"
     name = "fused-optimizer"
     causes = ("optimizer-step",)
+    findings = ("L114",)
     numerics = "reordered"
 
     def check(self, scene: Scene) -> Eligible | Declined:

@@ -11,7 +11,15 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from flopwise.fixes.feed import PREFETCH, Feed
-from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, share_reason
+from flopwise.fixes.interface import (
+    Applied,
+    Declined,
+    Eligible,
+    Fix,
+    Scene,
+    StartUp,
+    share_reason,
+)
 from flopwise.fixes.loader_setting import LoaderSetting, fingerprint
 from flopwise.kit.nested import tensors_in
 from flopwise.kit.worker_count import (
@@ -75,6 +83,7 @@ class LoaderWorkers(Fix):
     code = "FW101"
     name = "loader-workers"
     causes = ("input-wait",)
+    findings = ("L101", "D101")
     numerics = "identical"
 
     def check(self, scene: Scene) -> Eligible | Declined:
@@ -97,6 +106,11 @@ class LoaderWorkers(Fix):
         """Returns the fix on every loader that can have workers, switched off."""
         loaders = [x for x in scene.loaders if loader_problem(x) is None]
         return _Applied(loaders, scene, int((setting or {}).get("num_workers", 0)))
+
+    @classmethod
+    def at_start(cls, setting: Mapping[str, str]) -> StartUp:
+        """Returns what gives loaders their workers as they are built."""
+        return _AtConstruction(LoaderSetting.from_strings(dict(setting)))
 
 
 class _Applied(Applied):
@@ -173,6 +187,27 @@ class _Applied(Applied):
                 continue
             self.setting["num_workers"] = str(workers)
             feed.start(workers)
+
+
+class _AtConstruction(StartUp):
+    """Loaders that are built with the workers of the plan."""
+
+    name = "DataLoader, built with the workers of the plan"
+
+    def __init__(self, setting: LoaderSetting) -> None:
+        self._setting = setting
+        self._built = 0
+
+    def install(self) -> None:
+        self._setting.install(self._count)
+
+    def trouble(self) -> str | None:
+        if self._built:
+            return None
+        return "left out: the script built no DataLoader that it fits before the first steps"
+
+    def _count(self, loader: DataLoader[Any]) -> None:
+        self._built += 1
 
 
 class _NextData:
