@@ -66,6 +66,7 @@ class Scene:
     compute_frac: float | None = None  # forward and backward
     optimizer_frac: float | None = None
     steps_left: int | None = None
+    time_left_s: float | None = None  # for trials, this fix's and all that follow
     cores: int = field(default_factory=cores_of_this_rank)
     facts: Facts = field(default_factory=Facts)
     #: Findings of the baseline by code, with the gain that each predicted (None: it carried none).
@@ -114,6 +115,13 @@ class Applied(ABC):
     @abstractmethod
     def verify(self, snapshot: Snapshot) -> Parity:
         """Returns whether the numbers held, on one snapshot; leaves the fix off. May take seconds."""
+
+    def rehearse(self, snapshot: Snapshot) -> str | None:
+        """Makes ready for the fixes that are on now, so that no timed step has to; returns what went wrong.
+
+        Call it while this fix is on, before the combination is timed; nothing is changed by it. May take seconds.
+        """
+        return None
 
     def ready(self) -> bool:
         """Whether `verify` has what it needs; loader-workers must see a batch or two go by first."""
