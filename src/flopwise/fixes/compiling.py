@@ -274,6 +274,12 @@ class Part:
         self.steady = 0  # compiled calls since
         self.recompiled = 0  # frames compiled by calls of the training
 
+    @property
+    def odd_frac(self) -> float:
+        """The share of odd calls since they were last counted anew; 0 as long as there are few."""
+        odd = self._odd.total()
+        return odd / self._calls if odd >= ODD_CALLS else 0.0
+
     def layer(self, call: Call) -> Call:
         """Returns the compiled call; `call` is what lies inside, for when compiling is given up."""
         module, owner = self._module, self._owner
@@ -285,7 +291,7 @@ class Part:
         def run(*args: Any, **kwargs: Any) -> Any:
             if owner.given_up():
                 return call(*args, **kwargs)
-            if torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing():
+            if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
                 return odd(*args, **kwargs)  # somebody counts or exports
             kind = kind_of(module, args, kwargs)
             function = self._functions.get(kind)

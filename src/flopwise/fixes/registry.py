@@ -5,6 +5,7 @@ from __future__ import annotations
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
+from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.interface import HEADINGS, Fix
@@ -15,6 +16,7 @@ FIXES: tuple[type[Fix], ...] = (
     ChannelsLast,
     Bf16Autocast,
     CompileModel,
+    CudaGraphs,
 )
 
 _INTRODUCTION = """\
