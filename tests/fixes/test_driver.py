@@ -301,7 +301,7 @@ def test_when_the_time_is_over_the_rest_is_declined_with_that_reason(
 ) -> None:
     world = World(monkeypatch, lambda on: 0.1 * 0.5 ** len(on))
     world.fixes(A={}, B={})
-    trials = world.tune(tmp_path, budget_s=18)
+    trials = world.tune(tmp_path, budget_s=11)
     assert [t.reason for t in trials.values() if t.verdict == "declined"]
     assert all("time" in t.reason for t in trials.values() if t.verdict == "declined")
     assert not world.on - {code for code, t in trials.items() if t.verdict == "kept"}

@@ -21,7 +21,7 @@ import torch
 from flopwise.fixes.application import facts_of, scene_of
 from flopwise.fixes.candidates import Candidate, clashes, parity_together, predicted_gain
 from flopwise.fixes.interface import Applied, Declined, Facts, Fix
-from flopwise.fixes.racing import SETTLING_STEPS, Races, Result, Steps
+from flopwise.fixes.racing import FEWEST_STEADY, SETTLING_STEPS, Races, Result, Steps
 from flopwise.fixes.registry import FIXES
 from flopwise.meter import ending
 from flopwise.meter.replay import Snapshot, error_words
@@ -29,9 +29,7 @@ from flopwise.meter.rows import Row
 from flopwise.meter.session import Session
 from flopwise.records.store import write_text
 from flopwise.records.verdict import Comparison, Parity, Trial
-from flopwise.trials.schedule import PLANNING_STEPS, WASHOUT_STEPS
-
-FEWEST_STEADY = 8  # of the planning steps; with fewer nothing can be planned
+from flopwise.trials.schedule import WASHOUT_STEPS
 
 
 class Driver:
@@ -80,24 +78,32 @@ class Driver:
         yield from races.until_known()
         # What the script does by itself, before any fix of ours compiles or casts anything.
         self._facts = facts_of(self._session, self._session.roots.autocast)
-        rows = yield from races.steady(PLANNING_STEPS)
-        if races.control is None and len(rows) >= FEWEST_STEADY:
-            races.control = yield from races.aa(rows)
-            if races.control is None:
-                self._notes.append(
-                    "the A/A control had too few pairs of blocks to judge: the trials were not held against it"
-                )
-            self._write("running")
         together = [kind() for kind in self._fixes if not kind.late]
         if together:
-            yield from self._together(together, rows)
+            yield from self._together(together)
+        yield from self._aa()
         for kind in self._fixes:
             if kind.late:
                 yield from self._on_top(kind())
                 self._write("running")
 
-    def _together(self, fixes: list[Fix], rows: list[Row]) -> Steps:
+    def _aa(self) -> Steps:
+        """Compares what runs with itself, once a tune: with all fixes on where there are any, since steps are short then."""
+        if self._races.control is not None:
+            return
+        rows = yield from self._races.planning()
+        if len(rows) < FEWEST_STEADY:
+            return
+        self._races.control = yield from self._races.aa(rows)
+        if self._races.control is None:
+            self._notes.append(
+                "the A/A control had too few pairs of blocks to judge: the trials were not held against it"
+            )
+        self._write("running")
+
+    def _together(self, fixes: list[Fix]) -> Steps:
         """Tries fixes together: all that hold their numbers are switched on, then each is taken out once."""
+        rows = yield from self._races.planning()
         snapshot = yield from self._snapshot()
         self._session.roots.look_away()
         tried: list[Candidate] = []
@@ -111,6 +117,8 @@ class Driver:
             if len(tried) > 1 and snapshot is not None:
                 self._hold_together(tried, snapshot)
                 yield  # the step after a parity check is not a steady one
+            if tried:
+                yield from self._aa()
             for candidate in sorted(tried, key=_promise):
                 yield from self._take_out(candidate)
                 self._write("running")
@@ -121,7 +129,7 @@ class Driver:
 
     def _on_top(self, fix: Fix) -> Steps:
         """Tries one fix on top of what is on: it is compared with what runs then."""
-        rows = yield from self._races.steady(PLANNING_STEPS)
+        rows = yield from self._races.planning()
         snapshot = yield from self._snapshot()
         self._session.roots.look_away()
         candidate = None
@@ -169,7 +177,7 @@ class Driver:
         if self._races.over():
             return Declined("the time for trials was used up before it was tried")
         if len(rows) < FEWEST_STEADY:
-            return Declined(f"only {len(rows)} of {20 * PLANNING_STEPS} steps were steady ones")
+            return Declined(f"only {len(rows)} steps in a row were steady ones")
         clash = next((c.fix for c in others if clashes(fix, c.fix)), None)
         if clash is not None:
             return Declined(f"it cannot be on together with {clash.code} {clash.name}")
@@ -196,7 +204,7 @@ class Driver:
         if trouble is None:
             applied.disable()
             yield from self._races.steady(WASHOUT_STEPS)
-            rows = yield from self._races.steady(PLANNING_STEPS)
+            rows = yield from self._races.planning()
             if len(rows) < FEWEST_STEADY:
                 trouble = f"only {len(rows)} of the steps without it were steady ones"
         if trouble is None:

@@ -21,12 +21,22 @@ from flopwise.meter.rows import COMPILED, COUNTED, EPOCH, EVALUATION, SAVE, Row
 from flopwise.meter.session import Session
 from flopwise.records.verdict import Comparison
 from flopwise.trials.compare import PairedComparison, withhold
-from flopwise.trials.schedule import MIN_PAIRS, WASHOUT_STEPS, BlockPlan, Schedule, plan_blocks
+from flopwise.trials.schedule import (
+    MIN_PAIRS,
+    PLANNING_STEPS,
+    WASHOUT_STEPS,
+    BlockPlan,
+    Schedule,
+    plan_blocks,
+)
 from flopwise.trials.sequential import fewest_pairs
 
 #: Steps that hold something else than a steady step are no measurement.
 UNSTEADY = EVALUATION | SAVE | EPOCH | COMPILED | COUNTED
 MAX_PAIRS = 40
+FEWEST_STEADY = 8  # of the planning steps; with fewer nothing can be planned
+#: Planning stops after that long, once it has the fewest steps.
+PLANNING_S = 6.0
 #: Steps a fix may take to settle after it was first switched on.
 SETTLING_STEPS = 60
 SETTLED_STEPS = 4  # that many must pass in which nothing was compiled
@@ -160,8 +170,16 @@ class Races:
             if known and len(session.rows) >= 5 and not row.flags & UNSTEADY:
                 return
 
-    def steady(self, n: int) -> Generator[None, Row, list[Row]]:
-        """Waits for n steady steps and returns their rows, with the length of the step in `end_ns`."""
+    def planning(self) -> Generator[None, Row, list[Row]]:
+        """Waits for the steady steps that blocks are planned from: fewer where steps are long."""
+        return (yield from self.steady(PLANNING_STEPS, enough_s=PLANNING_S))
+
+    def steady(self, n: int, enough_s: float = float("inf")) -> Generator[None, Row, list[Row]]:
+        """Waits for n steady steps and returns their rows, with the length of the step in `end_ns`.
+
+        After `enough_s` the fewest that can be planned from are enough.
+        """
+        started = time.monotonic()
         rows: list[Row] = []
         before = yield
         for _ in range(20 * n):
@@ -169,7 +187,8 @@ class Races:
             if not row.flags & UNSTEADY:
                 rows.append(row._replace(data_ns=row.data_ns, end_ns=row.end_ns - before.end_ns))
             before = row
-            if len(rows) == n:
+            late = len(rows) >= FEWEST_STEADY and time.monotonic() - started > enough_s
+            if len(rows) == n or late:
                 break
         return rows
 
