@@ -46,6 +46,7 @@ _NOTHING: Any = object()
 class Compiling(Applied):
     """Modules whose calls are compiled, as wholes or block by block."""
 
+    unit_roundoff = FLOAT32
     rank = COMPILED
     #: Compiled calls after a switch until steps are steady ones.
     steady_calls = 1
@@ -270,6 +271,7 @@ class Part:
         self._odd: Counter[Hashable] = Counter()
         self._calls = 0  # since odd ones were last counted anew
         self._marked: list[torch.Tensor] = []
+        self._composition: tuple[int, ...] = ()
         self._unsure = True  # what lies around this layer has changed since the last compiled call
         self.steady = 0  # compiled calls since
         self.recompiled = 0  # frames compiled by calls of the training
@@ -284,7 +286,9 @@ class Part:
         """Returns the compiled call; `call` is what lies inside, for when compiling is given up."""
         module, owner = self._module, self._owner
         odd = owner.odd(module, call)
-        self._unsure, self.steady = True, 0
+        composition = Slot.of(module).composition
+        if composition != self._composition:
+            self._composition, self._unsure, self.steady = composition, True, 0
         self._odd.clear()
         self._calls = 0
 

@@ -88,6 +88,11 @@ class Slot:
         return max(self._roundoffs.values(), default=0.0)
 
     @property
+    def composition(self) -> tuple[int, ...]:
+        """The ranks of the layers that are in, inner to outer."""
+        return tuple(sorted(self._layers))
+
+    @property
     def compiles(self) -> bool:
         """Whether a call would run compiled code: the script's own, or that of a layer."""
         if self._found is not _ABSENT and self._found is not None:

@@ -58,6 +58,7 @@ class CompileModel(Fix):
     causes = ("launch-bound", "memory-bound")
     findings = ("L107", "L103", "L112")
     numerics = "reordered"
+    late = True
 
     def check(self, scene: Scene) -> Eligible | Declined:
         """Returns whether compiling may be tried."""

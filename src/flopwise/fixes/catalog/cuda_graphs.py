@@ -67,6 +67,7 @@ class CudaGraphs(Fix):
     causes = ("launch-bound",)
     findings = ("L103",)
     numerics = "reordered"
+    late = True
     conflicts = ("FW116",)
 
     def check(self, scene: Scene) -> Eligible | Declined:
