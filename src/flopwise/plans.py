@@ -30,6 +30,7 @@ FIXES = (
     ("FW104", "bf16-autocast"),
     ("FW105", "compile-model"),
     ("FW115", "cuda-graphs"),
+    ("FW116", "allocator-settings"),
 )
 
 #: A plan has some kilobytes; what is larger is another file.

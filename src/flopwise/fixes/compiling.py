@@ -354,15 +354,12 @@ class Part:
             return None  # another mode: an evaluation that records gradients
         self._odd[kind] += 1
         self._calls += 1
-        odd = self._odd.total()
-        if odd < ODD_CALLS:
-            return None
-        if self._odd[kind] >= OFTEN_FRAC * self._calls:
+        odd, many = self._odd.total(), self._odd.total() >= ODD_CALLS
+        if many and self._odd[kind] >= OFTEN_FRAC * self._calls:
             self._counted_anew()
             return self._add(kind)
-        if self._any_size is not None:
-            return self._any_size
-        if odd >= USUAL_FRAC * self._calls and self._owner.mode == "default":
+        usual = many and odd >= USUAL_FRAC * self._calls
+        if usual and self._any_size is None and self._owner.mode == "default":
             self._mark_sizes(args, kwargs)
             self._counted_anew()
             self._any_size = self._made((likeness_of(self._module), "any size"))

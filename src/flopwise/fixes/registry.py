@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flopwise.fixes.catalog.allocator_settings import AllocatorSettings
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
@@ -17,6 +18,7 @@ FIXES: tuple[type[Fix], ...] = (
     Bf16Autocast,
     CompileModel,
     CudaGraphs,
+    AllocatorSettings,
 )
 
 _INTRODUCTION = """\
