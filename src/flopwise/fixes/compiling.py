@@ -243,7 +243,7 @@ class Compiling(Applied):
             spent = tally() - before
             self.compile_s += spent.compile_s
             self._frames += spent.frames
-            self._breaks += spent.graph_breaks
+            self._breaks = max(self._breaks, spent.graph_breaks)  # of one form of the model
 
     # ------------------------------------------------------------------ for parts
 
