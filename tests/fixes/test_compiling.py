@@ -12,6 +12,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flopwise.fixes import compiling
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
@@ -426,6 +427,31 @@ class TestFailures:
         model(x())
         assert applied.settled()
         applied.undo()
+
+    @pytest.mark.parametrize("parts", ["whole", "blocks"])
+    def test_activation_checkpointing_goes_on(self, parts: str) -> None:
+        class Checkpointed(Stack):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for block in self.blocks:
+                    x = checkpoint(block, x, use_reentrant=False)
+                return self.head(x)
+
+        def grads(fixed: bool) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            model = Checkpointed()
+            applied = Compiling([model], 60.0, blocks_first=parts == "blocks")
+            if fixed:
+                parity = applied.verify(Snapshot(model, (x(),)))
+                assert parity.passed, parity.detail
+                applied.enable()
+            model(x()).sum().backward()
+            checkpoint(model, x(), use_reentrant=False).sum().backward()
+            assert applied.failure() is None
+            applied.undo()
+            return [p.grad for p in model.parameters()]
+
+        for a, b in zip(grads(True), grads(False), strict=True):
+            torch.testing.assert_close(a, b)
 
     def test_it_is_left_out_of_copies_and_files(self) -> None:
         model = stack()

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from flopwise.fixes.interface import Applied
-from flopwise.fixes.slot import COMPILED, Call, Layers, Slot, inner
+from flopwise.fixes.slot import COMPILED, Call, Layers, Slot, ends_recomputation, inner
 from flopwise.fixes.time_limit import Overdue, time_limit
 from flopwise.kit.compiler import forget, frame, frames_compiled, stop_compile_workers, tally
 from flopwise.kit.nested import tensors_in
@@ -318,6 +318,8 @@ class Part:
                 with owner.limited():
                     result = function(*args, **kwargs)
             except Exception as error:
+                if ends_recomputation(error):
+                    raise
                 reason = f"compiled code raised {error_words(error)}"
             self._unmark()
         else:
@@ -326,6 +328,8 @@ class Part:
             try:
                 result = function(*args, **kwargs)
             except Exception as error:
+                if ends_recomputation(error):
+                    raise
                 result, reason = _NOTHING, f"compiled code raised {error_words(error)}"
             self.recompiled += 0 if owner.rehearsing else frames_compiled() - frames
         if result is not _NOTHING:

@@ -161,6 +161,8 @@ class Slot:
         try:
             return self._stack(*args, **kwargs)
         except Exception as error:
+            if ends_recomputation(error):
+                raise
             words = error_words(error)
         # Outside of the except clause, which keeps the memory of the frames that failed.
         return self._without(words, args, kwargs)
@@ -180,6 +182,14 @@ class Slot:
 
 
 _NAME = "_compiled_call_impl"
+
+
+def ends_recomputation(error: Exception) -> bool:
+    """Whether this is how activation checkpointing leaves a block that it has seen enough of.
+
+    Source: `_StopRecomputationError` in torch/utils/checkpoint.py, torch 2.11 to 2.13.
+    """
+    return type(error).__name__ == "_StopRecomputationError"
 
 
 class Layers:
