@@ -19,7 +19,16 @@ import torch
 from torch import nn
 
 from flopwise.fixes.interface import Applied
-from flopwise.fixes.slot import COMPILED, Call, Layers, Slot, ends_recomputation, inner
+from flopwise.fixes.slot import (
+    COMPILED,
+    GRAPHED,
+    INPUTS,
+    Call,
+    Layers,
+    Slot,
+    ends_recomputation,
+    inner,
+)
 from flopwise.fixes.time_limit import Overdue, time_limit
 from flopwise.kit.compiler import forget, frame, frames_compiled, stop_compile_workers, tally
 from flopwise.kit.nested import tensors_in
@@ -105,7 +114,7 @@ class Compiling(Applied):
         return self._layers.settled() and (
             self.given_up()
             or not self._layers.is_on
-            or any(part.steady >= self.steady_calls for part in self._parts)
+            or any(part.steady >= self.steady_calls or part.is_covered for part in self._parts)
         )
 
     def failure(self) -> str | None:
@@ -277,6 +286,11 @@ class Part:
         self.recompiled = 0  # frames compiled by calls of the training
 
     @property
+    def is_covered(self) -> bool:
+        """Whether graphs of another fix stand in front of this layer, which is not called then."""
+        return GRAPHED in Slot.of(self._module).composition and self._owner.rank < GRAPHED
+
+    @property
     def odd_frac(self) -> float:
         """The share of odd calls since they were last counted anew; 0 as long as there are few."""
         odd = self._odd.total()
@@ -286,7 +300,7 @@ class Part:
         """Returns the compiled call; `call` is what lies inside, for when compiling is given up."""
         module, owner = self._module, self._owner
         odd = owner.odd(module, call)
-        composition = Slot.of(module).composition
+        composition = tuple(rank for rank in Slot.of(module).composition if rank >= INPUTS)
         if composition != self._composition:
             self._composition, self._unsure, self.steady = composition, True, 0
         self._odd.clear()

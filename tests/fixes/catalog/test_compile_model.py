@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,6 +326,64 @@ class TestStacking:
             applied[name].undo()
         assert sorted(vars(model)) == names
         assert frames() >= compiled
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(Square() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.inner:
+            x = block(x)
+        return x
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)) + x
+
+
+@pytest.mark.usefixtures("quick")
+class TestDdp:
+    @pytest.fixture(autouse=True)
+    def _group(self, tmp_path: Path) -> Iterator[None]:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+        )
+        yield
+        torch.distributed.destroy_process_group()
+
+    @pytest.mark.parametrize("setting", [None, {"parts": "whole"}])
+    def test_the_module_inside_is_compiled_by_blocks_unless_a_plan_says_otherwise(
+        self, setting: Any
+    ) -> None:
+        def grads(fixed: bool) -> list[torch.Tensor]:
+            model = nn.parallel.DistributedDataParallel(net(Deep))
+            applied = CompileModel().apply(scene(model), setting)
+            if fixed:
+                parity = applied.verify(Snapshot(model, (x(),)))
+                assert parity.passed, parity.detail
+                assert applied.setting["parts"] == ("whole" if setting else "blocks")
+                applied.enable()
+                compiled = frames()
+            for k in range(4):
+                with model.no_sync() if k % 2 else contextlib.nullcontext():
+                    model(x()).sum().backward()
+            if fixed:
+                assert frames() == compiled
+                assert applied.settled()
+            assert applied.failure() is None
+            applied.undo()
+            assert not any("_compiled_call_impl" in vars(m) for m in model.modules())
+            return [p.grad for p in model.module.inner.parameters()]
+
+        for a, b in zip(grads(True), grads(False), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.usefixtures("quick")

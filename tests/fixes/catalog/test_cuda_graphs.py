@@ -178,6 +178,7 @@ class TestEffect:
         runs.clear()
         model(x())
         assert runs == ["reduce-overhead"]
+        assert all(applied.settled() for applied in both.values())
         both[off_first].disable()
         model(x())
         assert runs[1:] == ["reduce-overhead" if off_first == "compile" else None]
