@@ -31,8 +31,8 @@ SECTIONS = {
         "many small batches through every path, to the bit",
     ),
     "link": ("kit_input_link", 88, "25, 100 and 400 MB batches against four ordinary ways"),
-    "images": ("kit_input_images", 70, "decoded images with the usual CPU work"),
-    "jpeg": ("kit_input_images", 50, "JPEG files decoded on the device or on the workers"),
+    "images": ("kit_input_images", 75, "decoded images with the usual CPU work"),
+    "jpeg": ("kit_input_images", 75, "JPEG files decoded on the device or on the workers"),
     "mapped": ("kit_input_mapped", 15, "kernels that read page-locked memory; GPUDirect Storage"),
     "tuner": ("kit_input_images", 45, "the loader's settings found by the device's wait"),
 }
