@@ -38,6 +38,8 @@ ARMS = {
     "in place captured": "all, `compile_in_place` and `CapturedStep`",
     "by hand": "all, an expert's `torch.compile`",
 }
+#: What compiling may take by default. Source: flopwise/kit/graph/compiled_calls.py.
+DEADLINE_S = 120.0
 _PATH = re.compile(r"(?:/[\w.+-]+)+/(?=[\w.+<>-]+\.py\b)")
 
 
@@ -103,6 +105,13 @@ def _table(title: str, section: dict[str, Any]) -> Iterator[str]:
     for name, label in ARMS.items():
         if name in arms:
             yield _row(label, arms, name, plain)
+    first_s = arms.get("in place together", {}).get("first_s", 0.0)
+    if first_s > DEADLINE_S:
+        yield ""
+        yield (
+            f"The first step took {first_s:.0f} s, which is more than `deadline_s` allows by default ({DEADLINE_S:.0f} s): it was "
+            "given more here."
+        )
     mine, other = (arms.get(n, {}).get("step_s") for n in ("in place together", "by hand"))
     if mine and other:
         ratios = [a / b for a, b in zip(mine, other, strict=True)]

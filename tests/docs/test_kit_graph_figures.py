@@ -76,6 +76,22 @@ def test_rows_tell_what_was_measured_and_what_was_not(written: Any) -> None:
     assert "takes 0.980 times as long as an expert's step (0.980 to 1.200 by rounds)" in text
 
 
+def test_a_first_step_longer_than_the_deadline_is_said(written: Any) -> None:
+    from flopwise.kit.graph import compiled_calls
+
+    assert written.DEADLINE_S == compiled_calls.DEADLINE_S
+    took = {"step_ms": 100.0, "step_s": [0.1], "set_up_s": 5.4}
+    arms = {"eager": took, "in place together": took | {"first_s": 130.5}}
+    section = {"source": "own", "batch": [[1]], "arms": arms}
+    text = written.page(run(**{"parts gpt2": section}))
+    assert (
+        "The first step took 130 s, which is more than `deadline_s` allows by default (120 s)"
+        in text
+    )
+    arms["in place together"]["first_s"] = 119.0
+    assert "`deadline_s`" not in written.page(run(**{"parts gpt2": section}))
+
+
 def test_compiling_from_a_cache_is_no_compile_time(written: Any) -> None:
     took = {"step_ms": 100.0, "step_s": [0.1], "set_up_s": 5.4}
     warm = {"eager": took, "regional together": took | {"base": "eager", "first_s": 5.0}}
