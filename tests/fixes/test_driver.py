@@ -100,7 +100,7 @@ class World:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, step_s: Callable[[set[str]], float]
     ) -> None:
-        self.now, self.step_s = 1000.0, step_s
+        self.now, self.step_s, self.noise = 1000.0, step_s, 0.002
         self.random = random.Random(0)
         self.switches: list[Switch] = []
         clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
@@ -116,7 +116,7 @@ class World:
         return {s.fix.code for s in self.switches if s.on}
 
     def row(self) -> Any:
-        self.now += self.step_s(self.on) * self.random.lognormvariate(0, 0.002)
+        self.now += self.step_s(self.on) * self.random.lognormvariate(0, self.noise)
         return Row(0, round(self.now * 1e9), 0, None)
 
     def fixes(self, **kinds: dict[str, Any]) -> list[type[Fix]]:
@@ -294,6 +294,32 @@ def test_a_drift_that_looks_like_a_gain_is_not_kept(
     trials = world.tune(tmp_path)
     assert trials["A"].verdict == "not kept"
     assert trials["A"].comparison.outcome == "not shown"
+
+
+def test_half_a_percent_at_a_noise_of_a_third_of_a_percent_is_found(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, lambda on: 0.1 * (0.995 if "A" in on else 1))
+    world.noise = 0.003
+    world.fixes(A={}, B={})
+    trials = world.tune(tmp_path, per_fix_s=600)
+    assert trials["A"].verdict == "kept"
+    assert trials["A"].ci95[0] < 0.995 < trials["A"].ci95[1] < 1
+    assert trials["B"].verdict == "not kept"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_at_a_noise_of_a_fifth_nothing_is_kept_that_gains_nothing(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    world = World(monkeypatch, lambda on: 0.1 * (0.5 if "A" in on else 1))
+    world.noise, world.random = 0.2, random.Random(seed)
+    world.fixes(A={}, B={}, C={})
+    trials = world.tune(tmp_path, seed=100 * seed)
+    assert trials["A"].verdict == "kept"
+    assert trials["A"].ci95[0] < 0.5 < trials["A"].ci95[1]
+    # Of eight tunes with two such fixes each, 2.5 % of tunes may err: here none does.
+    assert {trials[code].verdict for code in "BC"} == {"not kept"}
 
 
 def test_when_the_time_is_over_the_rest_is_declined_with_that_reason(

@@ -22,8 +22,10 @@ from flopwise.fixes.application import facts_of, scene_of
 from flopwise.fixes.candidates import Candidate, clashes, parity_together, predicted_gain
 from flopwise.fixes.interface import Applied, Declined, Facts, Fix
 from flopwise.fixes.racing import FEWEST_STEADY, SETTLING_STEPS, Races, Result, Steps
+from flopwise.fixes.ranks import RanksApartError, ranks_of
 from flopwise.fixes.registry import FIXES
-from flopwise.meter import ending
+from flopwise.fixes.slot import inner
+from flopwise.meter import agreement, ending, finish
 from flopwise.meter.replay import Snapshot, error_words
 from flopwise.meter.rows import Row
 from flopwise.meter.session import Session
@@ -59,17 +61,42 @@ class Driver:
 
     def __call__(self, session: Session, row: Row) -> None:
         """Takes one step end from the meter."""
-        if self._steps is None:
-            self._steps = self._all()
-            next(self._steps)
         try:
-            self._steps.send(row)
+            if self._steps is None:
+                self._races.ranks = ranks_of(*finish.identity()[:2], str(session.config.folder))
+                self._steps = self._all()
+                next(self._steps)
+            self._steps.send(self._of_all(row))
         except StopIteration:
             self._write("complete")
+            session.detach()
+            agreement.leave_together(session)
+        except RanksApartError as error:
+            self._notes.append(f"{error}: the trials ended there")
+            self._write("apart")
             session.detach()
         else:
             return
         ending.end_script(session.trainers.thread, session.config.folder)
+
+    def _of_all(self, row: Row) -> Row:
+        """Returns a row as all ranks had it: means of times, and every flag that any of them has."""
+        ranks = self._races.ranks
+        if ranks.world == 1:
+            return row
+        times = [row.end_ns, row.data_ns, row.forward_ns, row.backward_ns, row.optimizer_ns]
+        gathered = ranks.gather([time.monotonic(), row.flags, *times])
+        self._races.now = gathered[0][0]  # one clock for all: that of rank 0
+        flags = 0
+        for values in gathered:
+            flags |= int(values[1])
+        end, data, forward, backward, optimizer = (
+            int(sum(column) / len(column)) for column in list(zip(*gathered, strict=True))[2:]
+        )
+        return row._replace(
+            end_ns=end, flags=flags, data_ns=data, forward_ns=forward, backward_ns=backward,
+            optimizer_ns=optimizer,
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ the script of the trials
 
@@ -155,21 +182,27 @@ class Driver:
         answer = self._obstacle(fix, rows, others) or fix.check(scene)
         if not isinstance(answer, Declined) and snapshot is None:
             answer = Declined("the inputs of the model were not seen, so parity cannot be judged")
-        if isinstance(answer, Declined) or snapshot is None:
-            self._add(fix, Result("declined", getattr(answer, "reason", "")))
+        reason = self._first(answer.reason if isinstance(answer, Declined) else None)
+        if reason is not None or isinstance(answer, Declined) or snapshot is None:
+            self._add(fix, Result("declined", str(reason)))
             return None
         gain = predicted_gain(fix, answer, self._findings)
+        applied, error = None, None
         try:
             applied = fix.apply(scene)
-        except Exception as error:
-            reason = f"could not be applied: {error_words(error)}"
-            self._add(fix, Result("declined", reason), gain=gain)
+        except Exception as raised:
+            error = f"could not be applied: {error_words(raised)}"
+        error = self._first(error)
+        if error is not None or applied is None:
+            if applied is not None:
+                applied.undo()
+            self._add(fix, Result("declined", str(error)), gain=gain)
             return None
         candidate = Candidate(fix, applied, predicted_gain_frac=gain)
         try:
             held = yield from self._hold(candidate, snapshot)
-        except Exception as error:
-            self._add_of(candidate, _failed(error))
+        except Exception as raised:
+            self._add_of(candidate, self._failed(raised))
             held = False
         if not held:
             applied.undo()
@@ -200,7 +233,7 @@ class Driver:
     def _take_out(self, candidate: Candidate) -> Steps:
         """Compares steps with one fix and without, all others on; what gains nothing stays out."""
         applied = candidate.applied
-        trouble = applied.failure()
+        trouble = self._first(applied.failure())
         if trouble is None and self._races.over():
             trouble = "the time for trials was used up before it was compared"
         rows: list[Row] = []
@@ -222,7 +255,7 @@ class Driver:
         try:
             result = yield from self._races.race(candidate, rows)
         except Exception as error:
-            result = _failed(error)
+            result = self._failed(error)
         self._add_of(candidate, result)
         candidate.kept = result.verdict == "kept"
         if candidate.kept:
@@ -237,7 +270,15 @@ class Driver:
         """Returns what the model was called with in a step, None if that was not seen."""
         self._session.roots.keep_inputs = True
         yield from self._races.steady(2)
-        return self._session.roots.take_inputs()
+        snapshot = self._session.roots.take_inputs()
+        if snapshot is None or self._races.ranks.world == 1:
+            return snapshot
+        # Not the wrapper of DistributedDataParallel: its forward talks to the other ranks.
+        return snapshot._replace(module=inner(snapshot.module))
+
+    def _first(self, reason: str | None) -> str | None:
+        """Returns the first reason that any rank has against going on."""
+        return self._races.ranks.first(reason)
 
     def _hold(self, candidate: Candidate, snapshot: Snapshot) -> Generator[None, Row, bool]:
         """Compares the numbers of one fix; returns whether they held."""
@@ -245,14 +286,14 @@ class Driver:
             SETTLING_STEPS
         ):  # a fix may watch a few steps, to have something to compare with
             yield
-            if candidate.applied.ready():
+            if self._races.ranks.all(candidate.applied.ready()):
                 break
         candidate.parity = self._unmeasured(candidate.applied.verify, snapshot)
         yield  # the step after a parity check is not a steady one
-        if not candidate.parity.passed:
-            reason = f"parity failed: {candidate.parity.detail}"
-            self._add_of(candidate, Result("not kept", reason))
-        return candidate.parity.passed
+        reason = self._first(None if candidate.parity.passed else candidate.parity.detail)
+        if reason is not None:
+            self._add_of(candidate, Result("not kept", f"parity failed: {reason}"))
+        return reason is None
 
     def _hold_together(self, tried: list[Candidate], snapshot: Snapshot) -> None:
         """Compares the numbers of all that touches the forward together; takes out what does not go with the rest."""
@@ -261,19 +302,23 @@ class Driver:
             applied = [c.applied for c in candidates]
             return self._unmeasured(lambda s: parity_together(applied, s), snapshot)
 
+        def apart(parity: Parity) -> str | None:
+            return self._first(None if parity.passed else parity.detail)
+
         inside = [c for c in tried if c.applied.unit_roundoff is not None]
-        if len(inside) < 2 or compare(inside).passed:
+        if len(inside) < 2 or apart(compare(inside)) is None:
             return
         for candidate in inside:
             candidate.applied.disable()
         on: list[Candidate] = []
         for candidate in sorted(inside, key=_promise, reverse=True):
             candidate.parity = compare([*on, candidate])
-            if candidate.parity.passed:
+            detail = apart(candidate.parity)
+            if detail is None:
                 on.append(candidate)
                 continue
             names = ", ".join(c.fix.name for c in on) or "nothing else"
-            reason = f"parity failed together with {names}: {candidate.parity.detail}"
+            reason = f"parity failed together with {names}: {detail}"
             self._drop(candidate, tried, Result("not kept", reason))
 
     def _unmeasured(self, compare: Any, snapshot: Snapshot) -> Parity:
@@ -282,10 +327,24 @@ class Driver:
         try:
             parity: Parity = compare(snapshot)
             return parity
+        except Exception as error:
+            words = f"could not be compared: {error_words(error)}"
+            return Parity("reordered", False, None, None, None, None, None, 0.0, "none", words)
         finally:
             self._session.live = True
 
     # ------------------------------------------------------------------ results
+
+    def _failed(self, error: Exception) -> Result:
+        """Returns what a trial came to that ended with an error.
+
+        Raises:
+            RanksApartError: there are other ranks, which know nothing of it.
+        """
+        words = f"failed while it was tried: {error_words(error)}"
+        if self._races.ranks.world > 1:
+            raise RanksApartError(words) from error
+        return Result("declined", words)
 
     def _drop(self, candidate: Candidate, tried: list[Candidate], result: Result) -> None:
         candidate.applied.undo()
@@ -338,7 +397,8 @@ class Driver:
             "aa": dataclasses.asdict(control) if control is not None else None,
             "notes": self._notes,
         }
-        write_text(Path(self._path), json.dumps(content, indent=1) + "\n")
+        if self._races.ranks.rank == 0:
+            write_text(Path(self._path), json.dumps(content, indent=1) + "\n")
 
 
 def install(session: Session, options: dict[str, Any]) -> None:
@@ -349,10 +409,6 @@ def install(session: Session, options: dict[str, Any]) -> None:
 def _promise(candidate: Candidate) -> float:
     """Returns by what fixes are ordered: the gain that was predicted, 0 where none was."""
     return candidate.predicted_gain_frac or 0.0
-
-
-def _failed(error: Exception) -> Result:
-    return Result("declined", f"failed while it was tried: {error_words(error)}")
 
 
 def _control(stored: Mapping[str, Any] | None) -> Comparison | None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
 from flopwise.fixes.candidates import Candidate
 from flopwise.fixes.interface import Applied
+from flopwise.fixes.ranks import Ranks
 from flopwise.fixes.reasons import seen_steps, too_few_pairs, verdict_reason
 from flopwise.meter.found import frames_compiled
 from flopwise.meter.rows import COMPILED, COUNTED, EPOCH, EVALUATION, SAVE, Row
@@ -26,6 +27,7 @@ from flopwise.trials.schedule import (
     PLANNING_STEPS,
     WASHOUT_STEPS,
     BlockPlan,
+    Pair,
     Schedule,
     plan_blocks,
 )
@@ -71,6 +73,9 @@ class Races:
     comparisons: int = 1
     seed: int = 0
     control: Comparison | None = None  # the A/A control
+    ranks: Ranks = field(default_factory=Ranks)
+    #: The clock as all ranks had it at the last step end; one rank alone looks at its own.
+    now: float | None = None
 
     def race(self, candidate: Candidate, rows: list[Row]) -> Generator[None, Row, Result]:
         """Compares steps with a fix and without; the fix is off afterwards.
@@ -79,7 +84,7 @@ class Races:
             rows: steady steps without it, with the length of their step in `end_ns`.
         """
         applied = candidate.applied
-        compiled_s, started = applied.compile_s, time.monotonic()
+        compiled_s, started = self._compile_s(applied), self.clock()
         applied.enable()
         steps_s: list[float] = []
         trouble = yield from self._settle(applied, steps_s)
@@ -87,7 +92,7 @@ class Races:
         if trouble:
             return Result("declined", trouble + seen_steps(steps_s[-1:], without_s))
         with_s = median(steps_s[-SETTLED_STEPS:])
-        settling_s = time.monotonic() - started - (len(steps_s) + 1) * with_s
+        settling_s = self.clock() - started - (len(steps_s) + 1) * with_s
         warmup_s = compiled_s + max(0.0, settling_s)
         applied.disable()
         plan = self.blocks(rows, slower=with_s / without_s)
@@ -96,7 +101,7 @@ class Races:
         found = comparison.comparison()
         if found is not None and self.control is not None:
             found = withhold(found, self.control)
-        trouble = applied.failure()
+        trouble = self.ranks.first(applied.failure())
         if found is None and not trouble:
             pair_s = (plan.block_steps + plan.washout_steps) * (without_s + with_s)
             trouble = too_few_pairs(
@@ -127,7 +132,7 @@ class Races:
         self.seed += 1
         every = 1 if applied is None else 0
         schedule = Schedule(self.seed, plan.block_steps, plan.washout_steps, every)
-        started = time.monotonic()
+        started = self.clock()
         deadline = min(self.deadline, started + self.per_fix_s)
         if applied is not None and schedule.arm == "new":
             applied.enable()
@@ -135,29 +140,59 @@ class Races:
         before = yield
         while True:
             row = yield
-            keep = not row.flags & UNSTEADY and (applied is None or applied.settled())
-            toggle = schedule.tick(keep)
             waiting.append((before, row))
             before = row
-            while waiting and _passed(waiting[0][1]):
+            passed, settled, failed = self._seen(waiting, applied)
+            toggle = schedule.tick(not row.flags & UNSTEADY and settled)
+            for _ in range(passed):
                 pair = schedule.feed(_seconds(*waiting.popleft()))
                 if pair is not None:
-                    comparison.add(pair)
+                    comparison.add(self._of_all(pair))
             if toggle is not None and applied is not None:
                 (applied.enable if toggle == "new" else applied.disable)()
             if applied is None:
                 done = comparison.control_pairs >= MIN_PAIRS
             else:
-                done = comparison.decided(MIN_PAIRS, MAX_PAIRS) or applied.failure() is not None
-            if done or time.monotonic() > deadline:
+                done = comparison.decided(MIN_PAIRS, MAX_PAIRS) or failed
+            if done or self.clock() > deadline:
                 break
         if applied is not None:
             applied.disable()
-        return time.monotonic() - started
+        return self.clock() - started
+
+    def _seen(
+        self, waiting: Sequence[tuple[Row, Row]], applied: Applied | None
+    ) -> tuple[int, bool, bool]:
+        """Returns how many durations all ranks know, whether the fix has settled on all, and whether it failed on any."""
+        passed = 0
+        while passed < len(waiting) and _passed(waiting[passed][1]):
+            passed += 1
+        settled = applied is None or applied.settled()
+        failed = applied is not None and applied.failure() is not None
+        seen = self.ranks.gather([passed, settled, failed])
+        return (
+            int(min(values[0] for values in seen)),
+            all(values[1] for values in seen),
+            any(values[2] for values in seen),
+        )
+
+    def _of_all(self, pair: Pair) -> Pair:
+        """Returns a pair whose durations are means over the ranks."""
+        if self.ranks.world == 1:
+            return pair
+        times = self.ranks.mean([*pair.old, *pair.new])
+        return replace(pair, old=tuple(times[: len(pair.old)]), new=tuple(times[len(pair.old) :]))
+
+    def _compile_s(self, applied: Applied) -> float:
+        return max(values[0] for values in self.ranks.gather([applied.compile_s]))
+
+    def clock(self) -> float:
+        """Returns the time by which is decided, seconds."""
+        return time.monotonic() if self.now is None else self.now
 
     def over(self) -> bool:
         """Returns whether the time for trials is used up."""
-        return time.monotonic() > self.deadline
+        return self.clock() > self.deadline
 
     # ------------------------------------------------------------------ waiting
 
@@ -167,7 +202,7 @@ class Races:
         for _ in range(200):
             row = yield
             known = session.boundaries_known() and session.roots.settled
-            if known and len(session.rows) >= 5 and not row.flags & UNSTEADY:
+            if self.ranks.all(known and len(session.rows) >= 5 and not row.flags & UNSTEADY):
                 return
 
     def planning(self) -> Generator[None, Row, list[Row]]:
@@ -179,7 +214,7 @@ class Races:
 
         After `enough_s` the fewest that can be planned from are enough.
         """
-        started = time.monotonic()
+        started = self.clock()
         rows: list[Row] = []
         before = yield
         for _ in range(20 * n):
@@ -187,7 +222,7 @@ class Races:
             if not row.flags & UNSTEADY:
                 rows.append(row._replace(data_ns=row.data_ns, end_ns=row.end_ns - before.end_ns))
             before = row
-            late = len(rows) >= FEWEST_STEADY and time.monotonic() - started > enough_s
+            late = len(rows) >= FEWEST_STEADY and self.clock() - started > enough_s
             if len(rows) == n or late:
                 break
         return rows
@@ -196,31 +231,38 @@ class Races:
         self, tried: Sequence[Candidate]
     ) -> Generator[None, Row, list[tuple[Candidate, str]]]:
         """Waits until all that was switched on has settled; returns what failed or did not, each with its reason."""
-        started = time.monotonic()
+        started = self.clock()
         deadline = min(self.deadline, started + max(1, len(tried)) * self.per_fix_s)
         frames, quiet = frames_compiled(), 0
         for _ in range(SETTLING_STEPS):
             yield
-            failed = [(c, str(c.applied.failure())) for c in tried if c.applied.failure()]
-            if failed:
-                return failed
-            if frames == frames_compiled() and all(c.applied.settled() for c in tried):
-                quiet += 1
-            else:
-                quiet, frames = 0, frames_compiled()
+            calm, broken = self._calm([c.applied for c in tried], frames)
+            if broken:
+                reasons = [(c, self.ranks.first(c.applied.failure())) for c in tried]
+                return [(c, reason) for c, reason in reasons if reason is not None]
+            frames = frames_compiled()
+            quiet = quiet + 1 if calm else 0
             if quiet > SETTLED_STEPS:
                 return []
-            if time.monotonic() > deadline:
+            if self.clock() > deadline:
                 break
-        words = f"not settled after {time.monotonic() - started:.0f} s"
-        return [(c, words) for c in tried if not c.applied.settled()]
+        words = f"not settled after {self.clock() - started:.0f} s"
+        unsettled = [(c, not self.ranks.all(c.applied.settled())) for c in tried]
+        return [(c, words) for c, late in unsettled if late]
+
+    def _calm(self, applied: Sequence[Applied], frames: int) -> tuple[bool, bool]:
+        """Returns whether nothing was compiled and all have settled, on every rank, and whether any failed on any."""
+        settled = frames == frames_compiled() and all(a.settled() for a in applied)
+        broken = any(a.failure() is not None for a in applied)
+        seen = self.ranks.gather([settled, broken])
+        return all(values[0] for values in seen), any(values[1] for values in seen)
 
     def _settle(self, applied: Applied, steps_s: list[float]) -> Generator[None, Row, str | None]:
         """Waits until a fix that was just switched on has reached its steady state; returns what went wrong, if so.
 
         The durations of the steps go to `steps_s`, the first left out.
         """
-        started = time.monotonic()
+        started = self.clock()
         deadline = min(self.deadline, started + self.per_fix_s)
         frames = frames_compiled()
         quiet = 0
@@ -230,14 +272,13 @@ class Races:
             if before is not None:
                 steps_s.append((row.end_ns - before.end_ns) * 1e-9)
             before = row
-            if applied.failure():
-                return applied.failure()
-            if time.monotonic() > deadline:
-                return f"not settled after {time.monotonic() - started:.0f} s"
-            if frames == frames_compiled() and applied.settled():
-                quiet += 1
-            else:
-                quiet, frames = 0, frames_compiled()
+            calm, broken = self._calm([applied], frames)
+            if broken:
+                return self.ranks.first(applied.failure())
+            if self.clock() > deadline:
+                return f"not settled after {self.clock() - started:.0f} s"
+            frames = frames_compiled()
+            quiet = quiet + 1 if calm else 0
             if quiet > SETTLED_STEPS:  # one more: of the first only the end was seen
                 return None
         return f"not settled after {SETTLING_STEPS} steps"
@@ -248,7 +289,7 @@ class Races:
         A new arm that is `slower` times as long a step must not use up the time before enough pairs have run.
         """
         spans = [row.end_ns * 1e-9 for row in rows]
-        budget_s = min(self.per_fix_s, max(0.0, self.deadline - time.monotonic()))
+        budget_s = min(self.per_fix_s, max(0.0, self.deadline - self.clock()))
         return plan_blocks(
             spans,
             budget_s=budget_s * 2 / (1 + max(1.0, slower)),
