@@ -177,7 +177,7 @@ class Driver:
             scene_of(self._session, rows),
             facts=self._facts,
             findings=self._findings,
-            time_left_s=max(0.0, self._races.deadline - time.monotonic()),
+            time_left_s=max(0.0, self._races.deadline - self._races.clock()),
         )
         answer = self._obstacle(fix, rows, others) or fix.check(scene)
         if not isinstance(answer, Declined) and snapshot is None:
