@@ -19,6 +19,7 @@ from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.compiling import Compiling
 from flopwise.fixes.interface import Applied, Scene
+from flopwise.kit.nested import copies
 from flopwise.meter.replay import Snapshot
 
 # The time limit under test is the alarm signal, which the usual method of pytest-timeout takes for itself.
@@ -144,6 +145,27 @@ class TestKindsOfCalls:
         assert frames() == compiled
         assert applied.failure() is None
         applied.undo()
+
+    def test_inputs_that_are_one_tensor_or_slices_of_another_are_rehearsed_as_such(self) -> None:
+        class Loss(Stack):
+            def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+                return F.mse_loss(super().forward(x), labels[:, :4])
+
+        torch.manual_seed(0)
+        long = torch.randn(6, 9)
+        for given in ((long[:, :-1], long[:, 1:]), (x(), None)):
+            args = given if given[1] is not None else (given[0], given[0])
+            model = Loss()
+            applied = Compiling([model], 60.0)
+            snapshot = Snapshot(model, copies(args))
+            assert applied.verify(snapshot).passed
+            applied.enable()
+            compiled = frames()
+            for _ in range(3):
+                model(*args).backward()
+            assert frames() == compiled
+            assert applied.settled()
+            applied.undo()
 
     def test_an_odd_last_batch_runs_eagerly_and_leaves_the_code_of_the_others_alone(self) -> None:
         model = stack()

@@ -423,7 +423,7 @@ class Part:
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Hashable:
-    """Returns what decides which compiled code a call needs: (mode, autocast, tensors); None where it cannot be told."""
+    """Returns what decides which compiled code a call needs: (mode, precision, tensors); None where it cannot be told."""
     try:
         tensors = tuple(
             (tuple(t.shape), t.stride(), t.dtype, t.requires_grad)
@@ -433,7 +433,8 @@ def kind_of(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Hashable
         return None
     kind = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
     under = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    return (module.training, (kind, under) if under is not None else None, tensors)
+    precision = torch.backends.cuda.matmul.fp32_precision  # compiled code is of one
+    return (module.training, (kind, under if under is not None else precision), tensors)
 
 
 def likeness_of(module: nn.Module) -> Hashable:
