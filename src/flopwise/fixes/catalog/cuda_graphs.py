@@ -140,21 +140,21 @@ class _Applied(Compiling):
         return super()._counted()
 
     def undo(self) -> None:
+        self.disable()
+        self._keep_gradients()
         super().undo()
-        self._release()
+        trees = sys.modules.get("torch._inductor.cudagraph_trees")
+        if trees is not None:
+            trees.reset_cudagraph_trees()  # which gives the graphs' memory back
         self._surroundings.restore()
 
     @torch.no_grad()
-    def _release(self) -> None:
-        """Gives the graphs' memory back; gradients that lie in it are copied first."""
-        trees = sys.modules.get("torch._inductor.cudagraph_trees")
-        if trees is None:
-            return
+    def _keep_gradients(self) -> None:
+        """Copies gradients, which may lie in the memory of graphs."""
         for root in self._roots:
             for parameter in root.parameters():
                 if parameter.grad is not None and parameter.grad.layout == torch.strided:
                     parameter.grad = parameter.grad.clone()
-        trees.reset_cudagraph_trees()
 
 
 def _skips() -> int:
