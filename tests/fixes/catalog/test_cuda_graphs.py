@@ -137,6 +137,15 @@ class TestCheck:
             "a step holds up to 40 GB, 0 GB of it for good: graphs would need up to 88 GB, and there are 72 GB"
         )
 
+    def test_declines_gradients_that_are_parts_of_a_buffer(self) -> None:
+        model = net()
+        flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+        for p, part in zip(
+            model.parameters(), flat.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            p.grad = part.view_as(p)
+        assert "larger buffer" in CudaGraphs().check(scene(model)).reason
+
     def test_declines_ddp(self) -> None:
         class Wrapper(nn.parallel.DistributedDataParallel):
             def __init__(self, module: nn.Module) -> None:

@@ -51,7 +51,7 @@ class CudaGraphs(Fix):
 
     When it declines:
     Everything for which compile-model declines; the device is not a CUDA device; the model is wrapped in
-    DistributedDataParallel; no time was lost between launches, and steps are so long that a compiled model's launches
+    DistributedDataParallel; gradients lie in one buffer; no time was lost between launches, and steps are so long that a compiled model's launches
     hide in them; the allocator uses expandable segments; what a step holds does not fit into the memory twice. It is
     taken back when torch passes over its graphs, under activation checkpointing, when outputs cannot be copied out,
     when the shapes of the inputs keep changing, and for the reasons of compile-model.
@@ -86,6 +86,7 @@ class CudaGraphs(Fix):
             or compiler_problem(scene.device)
             or alarm_problem()
             or time_problem(scene)
+            or _gradients_problem(scene)
             or _allocator_problem()
             or _memory_problem(scene)
         )
@@ -141,7 +142,8 @@ class _Applied(Compiling):
 
     def undo(self) -> None:
         self.disable()
-        self._keep_gradients()
+        if self._frames:
+            self._keep_gradients()
         super().undo()
         trees = sys.modules.get("torch._inductor.cudagraph_trees")
         if trees is not None:
@@ -175,6 +177,18 @@ def _cause_problem(scene: Scene) -> str | None:
             f"the device was not seen to wait for launches, and a step computes for {computing_s:.2g} s: the launches "
             "of compiled code hide in it"
         )
+    return None
+
+
+def _gradients_problem(scene: Scene) -> str | None:
+    """Returns why gradients cannot be copied, or None."""
+    for root in scene.roots:
+        for parameter in root.parameters():
+            grad = parameter.grad
+            if grad is None or grad.layout != torch.strided:
+                continue
+            if grad.untyped_storage().nbytes() > grad.nbytes:
+                return "gradients are parts of a larger buffer, which copies would not be"
     return None
 
 
