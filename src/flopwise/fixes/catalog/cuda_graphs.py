@@ -51,10 +51,10 @@ class CudaGraphs(Fix):
 
     When it declines:
     Everything for which compile-model declines; the device is not a CUDA device; the model is wrapped in
-    DistributedDataParallel; gradients lie in one buffer; no time was lost between launches, and steps are so long that a compiled model's launches
-    hide in them; the allocator uses expandable segments; what a step holds does not fit into the memory twice. It is
-    taken back when torch passes over its graphs, under activation checkpointing, when outputs cannot be copied out,
-    when the shapes of the inputs keep changing, and for the reasons of compile-model.
+    DistributedDataParallel; gradients lie in one buffer; no time was lost between launches, and steps are so long that
+    a compiled model's launches hide in them; the allocator uses expandable segments; what a step holds does not fit
+    into the memory twice. It is taken back when torch passes over its graphs, under activation checkpointing, when
+    outputs cannot be copied out, when the shapes of the inputs keep changing, and for the reasons of compile-model.
 
     What can change:
     As with compile-model. Kernels are the same, launched in the same order. The memory of graphs is reserved for as
