@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import shutil
 import signal
 import threading
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo import lookup_backend
 
 from flopwise.fixes.catalog import compile_model
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
@@ -24,8 +24,6 @@ from flopwise.meter.replay import Snapshot
 
 # The time limit under test is the alarm signal, which the usual method of pytest-timeout takes for itself.
 pytestmark = pytest.mark.timeout(200, method="thread")
-
-REAL_COMPILE = torch.compile
 
 
 def frames() -> int:
@@ -43,7 +41,7 @@ def _fresh() -> Iterator[None]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo and AOTAutograd as ever, without code generation."""
-    monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend="aot_eager"))
+    monkeypatch.setattr(compile_model, "BACKEND", lookup_backend("aot_eager"))
 
 
 class Net(nn.Module):
@@ -144,7 +142,7 @@ class TestDeclines:
         applied.undo()
 
     def test_when_nothing_was_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch, "compile", lambda function: function)
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
         model = net()
         applied = CompileModel().apply(scene(model))
         assert applied.verify(Snapshot(model, (x(),))).detail == "nothing was compiled"
@@ -179,7 +177,7 @@ class TestTimeLimit:
                 with contextlib.suppress(Exception):  # as compilers do
                     time.sleep(0.05)
 
-        monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend=endless))
+        monkeypatch.setattr(compile_model, "BACKEND", endless)
         model = net()
         weights = copy.deepcopy(model.state_dict())
         applied = compile_model._Applied([model], deadline_s=0.5)
@@ -205,7 +203,7 @@ class TestTimeLimit:
             while True:
                 time.sleep(0.05)
 
-        monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend=endless))
+        monkeypatch.setattr(compile_model, "BACKEND", endless)
         model = net()
         applied = compile_model._Applied([model], deadline_s=0.5)
         wanted = model(x())
@@ -220,7 +218,7 @@ class TestTimeLimit:
         def broken(graph: Any, inputs: Any) -> Any:
             raise ValueError("no such kernel")
 
-        monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend=broken))
+        monkeypatch.setattr(compile_model, "BACKEND", broken)
         model = net()
         applied = CompileModel().apply(scene(model))
         parity = applied.verify(Snapshot(model, (x(),)))
@@ -281,7 +279,7 @@ class TestEffect:
         def wrong(graph: Any, inputs: Any) -> Any:
             return lambda *args: tuple(o * 1.01 for o in graph(*args))
 
-        monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend=wrong))
+        monkeypatch.setattr(compile_model, "BACKEND", wrong)
         model = net()
         assert not CompileModel().apply(scene(model)).verify(Snapshot(model, (x(),))).passed
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from flopwise.fixes.attention.fusing import AttentionBackend
 from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
 from flopwise.fixes.slot import COMPILED, Call, Layers, Slot, forward_problem, inner
 from flopwise.fixes.time_limit import Overdue, alarm_problem, limit_is_set, time_limit
@@ -30,6 +31,8 @@ from flopwise.records.verdict import Parity
 
 #: A compilation that takes longer is abandoned.
 DEADLINE_S = 120.0
+#: What compiles the graphs; None: Inductor with its default options.
+BACKEND: Callable[..., Any] | None = None
 #: With more graph breaks than this a model runs as many small graphs, and is left alone.
 MOST_GRAPH_BREAKS = 8
 #: With more compilations than this while it is on, it keeps compiling for new shapes and is taken back.
@@ -43,18 +46,20 @@ class CompileModel(Fix):
     Compiles the call of the root module (inside DistributedDataParallel: of the module in it) with the default mode
     and puts it in the module's own slot for that, so that type, state dict, copies and pickles stay as they are.
     Containers of library layers, which `Module.compile` silently leaves uncompiled, are compiled too; that frames
-    were really compiled is checked. Only while gradients are recorded.
+    were really compiled is checked. Attention that is written out (products and a softmax) becomes the fused operator
+    in the compiled code, with the causal flag where its mask is found to be causal before anything is compiled, and
+    without a mask where it hides nothing. Only while gradients are recorded.
 
     Why it helps:
-    Chains of small operations become one kernel: less memory traffic, fewer launches, less Python. Models that
-    consist of large matrix products gain little.
+    Chains of small operations become one kernel: less memory traffic, fewer launches, less Python. Fused attention
+    keeps the scores of all pairs of places out of memory. Models that consist of large matrix products gain little.
 
     When it declines:
     The script compiles by itself; there is no C++ compiler (CPU) or no Triton with a C compiler (GPU); the model's
     call cannot be wrapped; no time limit can be set (not in the main thread, or the script uses the alarm signal);
     forward and backward are too small a share of the step. It is taken back when compiling takes longer than 120 s,
-    when nothing was compiled, after more than 8 graph breaks or more than 8 further compilations. The trial also
-    states after how many steps the compilation is paid back.
+    when nothing was compiled, after more than 8 graph breaks or more than 8 further compilations, and when a mask that
+    attention was compiled with is written. The trial also states after how many steps the compilation is paid back.
 
     What can change:
     Fused kernels round less often and sum in another order: results differ by rounding, held against a float64
@@ -134,6 +139,9 @@ class _Applied(Applied):
             self._reason = "nothing was compiled"
         if self._reason is not None or parity is None:
             return _failed(self._reason or "not compared")
+        fused = sum(compiled.backend.most_replaced() for compiled in self._compiled)
+        if fused:
+            self.setting["attention"] = f"replaced {fused}"
         return parity
 
     def _rehearse(self, snapshot: Snapshot) -> None:
@@ -165,6 +173,10 @@ class _Applied(Applied):
         """Whether compiled code is not to be used any more."""
         return self._reason is not None
 
+    def give_up(self, reason: str) -> None:
+        """Has compiled code not be used any more."""
+        self._reason = self._reason or reason
+
     def _counted(self) -> str | None:
         """Returns what the compiler's counters say against this fix, or None."""
         if self._breaks > MOST_GRAPH_BREAKS:
@@ -181,7 +193,8 @@ class _Compiled:
     def __init__(self, module: nn.Module, owner: _Applied) -> None:
         self._owner = owner
         self._frame = frame(module._call_impl)
-        self._function: Call = torch.compile(self._frame)
+        self.backend = AttentionBackend(module, BACKEND)
+        self._function: Call = torch.compile(self._frame, backend=self.backend)
         self._warm = False
         self.recompiled = 0  # frames compiled by calls of the training after the first
 
@@ -190,6 +203,9 @@ class _Compiled:
         function, owner = self._function, self._owner
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            changed = self.backend.known.changed()
+            if changed is not None:
+                owner.give_up(f"{changed}, a mask that attention was compiled with, was written")
             if owner.given_up():
                 return call(*args, **kwargs)
             if limit_is_set():

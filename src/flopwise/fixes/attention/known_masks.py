@@ -1,0 +1,210 @@
+"""What a mask in a traced graph holds, computed from tensors that are there before anything is compiled.
+
+A mask that comes from buffers and constants alone is the same in every step, as long as nobody writes those buffers:
+`KnownTensors` remembers which were read and says when one has changed.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from flopwise.fixes.attention.reading import name_of
+
+#: Functions and methods that compute a value from their arguments and do nothing else.
+_PURE = frozenset(
+    name
+    for line in (
+        "arange full full_like new_full new_ones new_zeros ones ones_like scalar_tensor tensor zeros zeros_like",
+        "add cumsum diff div mul neg rsub sub truediv tril triu where masked_fill",
+        "eq ge gt le lt ne and_ bitwise_and bitwise_not bitwise_or inv invert logical_and logical_not logical_or not_ or_",
+        "bool contiguous detach float int long to type type_as",
+        "expand expand_as getitem reshape squeeze transpose unsqueeze view",
+    )
+    for name in line.split()
+)
+#: Below this an added number counts as "masked": exp of it is 0 in float32 beside any score that training produces.
+#: Source: transformers before 4.20 added -10000 for padding (modeling_bert.py), the smallest in use.
+MASKED = -1e4
+#: Masks of more elements are not computed.
+MOST_ELEMENTS = 1 << 28
+
+
+@dataclass
+class _Known:
+    owner: weakref.ref[nn.Module]
+    name: str
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    copy: torch.Tensor  # on the host
+
+    def holds(self) -> bool:
+        """Whether the module still has this tensor, with the values it had."""
+        owner, tensor = self.owner(), self.tensor()
+        if owner is None or tensor is None:
+            return False
+        now = owner._buffers.get(self.name)
+        if now is None:
+            now = vars(owner).get(self.name)
+        if now is not tensor:
+            return False
+        if tensor._version != self.version:
+            if not torch.equal(tensor.detach().cpu(), self.copy):
+                return False
+            self.version = tensor._version
+        return True
+
+
+class KnownTensors:
+    """The buffers of a module, and plain tensors that are attributes of its parts; and which of them were read."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._read: dict[int, _Known] = {}
+
+    def place(self, tensor: Any) -> tuple[nn.Module, str] | None:
+        """Returns where the module has this very tensor, None where it does not or where gradients would change it."""
+        module = self._module()
+        if module is None or not isinstance(tensor, torch.Tensor) or tensor.requires_grad:
+            return None
+        if tensor.is_inference() or type(tensor) not in (torch.Tensor, nn.Buffer):
+            return None
+        return next(((m, name) for m, name, t in _tensors_of(module) if t is tensor), None)
+
+    def read(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's values may be used; they are looked at from here on."""
+        if id(tensor) in self._read:
+            return True
+        place = self.place(tensor)
+        if place is None:
+            return False
+        copy = tensor.detach().to("cpu", copy=True)
+        known = _Known(weakref.ref(place[0]), place[1], weakref.ref(tensor), tensor._version, copy)
+        self._read[id(tensor)] = known
+        return True
+
+    def changed(self) -> str | None:
+        """Returns which tensor that was read is not what it was, None where all are."""
+        for known in self._read.values():
+            if not known.holds():
+                return known.name
+        return None
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for part in module.modules():
+        for name, value in (*part._buffers.items(), *vars(part).items()):
+            if isinstance(value, torch.Tensor):
+                yield part, name, value
+
+
+class Unknown(Exception):
+    """The value depends on more than buffers and constants."""
+
+
+class Values:
+    """Values of nodes of one traced graph, computed where they depend on buffers and constants alone."""
+
+    def __init__(self, graph: fx.GraphModule, inputs: Any, known: KnownTensors) -> None:
+        self._module = graph
+        self._known = known
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        self._inputs = dict(zip(nodes, inputs, strict=False))
+        self._done: dict[fx.Node, Any] = {}
+
+    def of(self, node: fx.Node) -> Any:
+        """Returns the value of a node.
+
+        Raises:
+            Unknown: it depends on something else than buffers and constants, or is too large.
+        """
+        if node not in self._done:
+            if any(_writes(user, node) for user in node.users):
+                raise Unknown
+            self._done[node] = self._compute(node)
+        return self._done[node]
+
+    def _compute(self, node: fx.Node) -> Any:
+        if node.op == "placeholder":
+            value = self._inputs.get(node)
+            if not isinstance(value, torch.Tensor) or not self._known.read(value):
+                raise Unknown
+            return value.detach()
+        if node.op == "get_attr":
+            return getattr(self._module, str(node.target)).detach()
+        name = name_of(node)
+        if node.op not in ("call_function", "call_method") or name not in _PURE:
+            raise Unknown
+        if _count(getattr(node.meta.get("example_value"), "shape", ())) > MOST_ELEMENTS:
+            raise Unknown
+        if name == "getitem":
+            return self._item(node)
+        args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.of)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _item(self, node: fx.Node) -> Any:
+        """Returns what an index takes; of one that takes the first T rows and columns, T not fixed, all of them.
+
+        A mask of all rows and columns that hides every later place, or nothing, does so for the first T of each, too.
+        """
+        source: Any = node.args[0]
+        index: Any = node.args[1]
+        if isinstance(index, tuple) and len(index) > 1 and all(isinstance(i, slice) for i in index):
+            *others, rows, columns = index
+            if (
+                isinstance(rows.stop, fx.Node)
+                and (rows.start in (None, 0) and rows.step is None)
+                and (rows.start, rows.stop, rows.step)
+                == (columns.start, columns.stop, columns.step)
+                and all(slice(None) == other for other in others)
+                and isinstance(source, fx.Node)
+            ):
+                whole = self.of(source)
+                if isinstance(whole, torch.Tensor) and whole.dim() == len(index):
+                    return whole
+                raise Unknown
+        values: Any = fx.node.map_arg(node.args, self.of)
+        return operator.getitem(*values)
+
+
+def _writes(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a user of a node writes into it."""
+    name = name_of(user)
+    if name == "setitem" or "out" in user.kwargs or name in ("iand", "ior", "iadd", "isub", "imul"):
+        return True
+    return name.endswith("_") and name not in ("and_", "or_", "not_") and user.args[:1] == (node,)
+
+
+def _count(shape: Any) -> int:
+    return math.prod(size for size in shape if isinstance(size, int))
+
+
+def kind_of(hidden: Any) -> str | None:
+    """Returns what a mask hides, "nothing" or "later" (every later place and no other), None where it is another.
+
+    Args:
+        hidden: a mask as it is used on scores: bool (True is hidden), or numbers that are added to them.
+    """
+    if not isinstance(hidden, torch.Tensor) or hidden.dim() < 2:
+        return None
+    if hidden.dtype != torch.bool:
+        masked = hidden <= MASKED
+        if not bool((masked | (hidden == 0)).all()):
+            return None
+        hidden = masked
+    if not bool(hidden.any()):
+        return "nothing"
+    rows, columns = hidden.shape[-2:]
+    if rows != columns or rows < 2:
+        return None
+    later = torch.ones(rows, columns, dtype=torch.bool, device=hidden.device).triu(1)
+    return "later" if bool((hidden == later).all()) else None
