@@ -24,6 +24,7 @@ Call = Callable[..., Any]
 
 #: Ranks, inner to outer.
 COMPILED, INPUTS, AUTOCAST = 1, 2, 3
+TF32, MASKS = 4, 5
 #: Below this share of forward and backward in a step no trial could show a gain of theirs.
 LEAST_COMPUTE_FRAC = 0.05
 

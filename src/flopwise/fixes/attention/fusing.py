@@ -16,14 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from flopwise.fixes.attention.dropping import drop_masks
 from flopwise.fixes.attention.known_masks import MASKED, KnownTensors, Unknown, Values, kind_of
 from flopwise.fixes.attention.reading import (
     Autocast,
+    Product,
     autocasts,
     computes_in,
     dims_of,
-    is_product,
     name_of,
+    product_of,
     same_sizes,
     tensor_of,
 )
@@ -49,12 +51,17 @@ class AttentionBackend:
         self, module: nn.Module, compile_graph: Callable[[fx.GraphModule, Any], Any] | None = None
     ) -> None:
         self.known = KnownTensors(module)
-        self.replaced: list[int] = []  # in each graph
+        self.replaced: list[int] = []  # attentions that were written out, in each graph
+        self.unmasked: list[
+            int
+        ] = []  # attentions that were fused already and lost a mask, in each graph
         self._compile = compile_graph or _inductor()
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Returns the compiled graph."""
-        self.replaced.append(fuse_attention(graph, inputs, self.known))
+        values = Values(graph, inputs, self.known)
+        self.replaced.append(fuse_attention(graph, values))
+        self.unmasked.append(drop_masks(graph, values))
         return self._compile(graph, inputs, **options)
 
     def get_compiler_config(self) -> Any:
@@ -67,9 +74,11 @@ class AttentionBackend:
         if reset is not None:
             reset()
 
-    def most_replaced(self) -> int:
-        """Returns how many attentions were fused in the graph with the most of them."""
-        return max(self.replaced, default=0)
+    def words(self) -> str | None:
+        """Returns what was done to the graph with the most of it, None where nothing was."""
+        fused, unmasked = max(self.replaced, default=0), max(self.unmasked, default=0)
+        said = [f"replaced {fused}"] * (fused > 0) + [f"without masks {unmasked}"] * (unmasked > 0)
+        return ", ".join(said) or None
 
 
 def _inductor() -> Callable[..., Any]:
@@ -77,13 +86,12 @@ def _inductor() -> Callable[..., Any]:
     return wrapper
 
 
-def fuse_attention(graph: fx.GraphModule, inputs: Sequence[Any], known: KnownTensors) -> int:
+def fuse_attention(graph: fx.GraphModule, values: Values) -> int:
     """Returns how many attentions were replaced in the graph; what is not understood is left as it is."""
-    values = Values(graph, inputs, known)
     around = autocasts(graph.graph)
     count = 0
     for node in list(graph.graph.nodes):
-        found = Search(values, around).at(node) if is_product(node) else None
+        found = Search(values, around).at(node) if product_of(node) is not None else None
         if found is not None and _replace(graph.graph, found, values, around[node]):
             count += 1
     if count:
@@ -94,11 +102,10 @@ def fuse_attention(graph: fx.GraphModule, inputs: Sequence[Any], known: KnownTen
 
 def _replace(graph: fx.Graph, found: Found, values: Values, autocast: Autocast) -> bool:
     """Puts the fused operator in the place of the last product; returns False where that would not be the same."""
-    query, keys, value = found.query, found.keys, found.value
-    made = tensor_of(found.output)
-    if query is None or keys is None or made is None or not _fits(query, keys, value, autocast):
+    scores, made = found.scores, tensor_of(found.output)
+    if scores is None or made is None or not _fits(scores, found.value, autocast):
         return False
-    computes = computes_in(query, autocast)
+    computes = computes_in(scores.one, autocast)
     if _slower_fused(made.device, computes):
         return False
     kinds = [_kind(mask, values) for mask in found.masks]
@@ -108,7 +115,7 @@ def _replace(graph: fx.Graph, found: Found, values: Values, autocast: Autocast) 
     with graph.inserting_before(found.output):
         mask = _combined(graph, found.masks, computes) if unknown else None
         causal = mask is None and "later" in kinds
-        operands = (query, _transposed(graph, keys), value)
+        operands = (scores.one, _keys(graph, scores), found.value)
         result = _fused(graph, operands, mask, found, causal, flat=made.dim() == 3)
         if made.dtype != computes:
             result = graph.call_method("to", (result, made.dtype))
@@ -141,8 +148,11 @@ def _fused(
     return graph.call_method("squeeze", (fused, 0)) if flat else fused
 
 
-def _transposed(graph: fx.Graph, keys: fx.Node) -> fx.Node:
+def _keys(graph: fx.Graph, scores: Product) -> fx.Node:
     """Returns the keys as they were before they were transposed."""
+    keys = scores.other
+    if scores.transposes:
+        return keys
     if name_of(keys) in ("transpose", "swapaxes") and len(keys.args) == 3:
         source, one, other = keys.args
         dims = dims_of(keys)
@@ -153,9 +163,10 @@ def _transposed(graph: fx.Graph, keys: fx.Node) -> fx.Node:
     return graph.call_method("transpose", (keys, -2, -1))
 
 
-def _fits(query: fx.Node, keys: fx.Node, value: fx.Node, autocast: Autocast) -> bool:
+def _fits(scores: Product, value: fx.Node, autocast: Autocast) -> bool:
     """Whether sizes and dtypes are those of an attention without broadcasting."""
-    tensors = [t for node in (query, keys, value) if (t := tensor_of(node)) is not None]
+    operands = (scores.one, scores.other, value)
+    tensors = [t for node in operands if (t := tensor_of(node)) is not None]
     if len(tensors) != 3 or not all(t.is_floating_point() for t in tensors):
         return False
     if len({t.dtype for t in tensors}) != 1 and not autocast.on:
@@ -164,7 +175,8 @@ def _fits(query: fx.Node, keys: fx.Node, value: fx.Node, autocast: Autocast) -> 
     if not len(q) == len(k) == len(v) or len(q) not in (3, 4):
         return False
     batches = same_sizes(q[:-2], k[:-2]) and same_sizes(k[:-2], v[:-2])
-    return batches and same_sizes((q[-1], k[-1]), (k[-2], v[-2]))
+    width, length = (k[-1], k[-2]) if scores.transposes else (k[-2], k[-1])
+    return batches and same_sizes((q[-1], length), (width, v[-2]))
 
 
 def _slower_fused(device: torch.device, computes: torch.dtype) -> bool:
@@ -198,7 +210,7 @@ def _may_be_passed(mask: Mask, computes: torch.dtype) -> bool:
         return False
     if mask.value == -math.inf:
         return tensor.dtype == torch.bool
-    if computes not in (torch.float32, torch.bfloat16):
+    if computes == torch.float16:
         return False
     if mask.value is not None:
         return mask.value <= MASKED and tensor.dtype == torch.bool

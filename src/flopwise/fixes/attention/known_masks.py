@@ -30,6 +30,34 @@ _PURE = frozenset(
     )
     for name in line.split()
 )
+#: Of these, the ones whose result may share the memory of what they are given.
+_VIEWS = frozenset(
+    [
+        "bool",
+        "contiguous",
+        "detach",
+        "expand",
+        "expand_as",
+        "float",
+        "getitem",
+        "int",
+        "long",
+        "reshape",
+        "squeeze",
+        "to",
+        "transpose",
+        "type",
+        "type_as",
+        "unsqueeze",
+        "view",
+        "chunk",
+        "split",
+        "narrow",
+        "select",
+        "permute",
+        "flatten",
+    ]
+)
 #: Below this an added number counts as "masked": exp of it is 0 in float32 beside any score that training produces.
 #: Source: transformers before 4.20 added -10000 for padding (modeling_bert.py), the smallest in use.
 MASKED = -1e4
@@ -118,6 +146,9 @@ class Values:
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self._inputs = dict(zip(nodes, inputs, strict=False))
         self._done: dict[fx.Node, Any] = {}
+        every = graph.graph.nodes
+        self._written = {_root(node.args[0]) for node in every if node.args and _writes(node)}
+        self._written |= {_root(node.kwargs["out"]) for node in every if "out" in node.kwargs}
 
     def of(self, node: fx.Node) -> Any:
         """Returns the value of a node.
@@ -126,9 +157,10 @@ class Values:
             Unknown: it depends on something else than buffers and constants, or is too large.
         """
         if node not in self._done:
-            if any(_writes(user, node) for user in node.users):
+            if _root(node) in self._written:
                 raise Unknown
-            self._done[node] = self._compute(node)
+            with torch.no_grad():
+                self._done[node] = self._compute(node)
         return self._done[node]
 
     def _compute(self, node: fx.Node) -> Any:
@@ -176,12 +208,19 @@ class Values:
         return operator.getitem(*values)
 
 
-def _writes(user: fx.Node, node: fx.Node) -> bool:
-    """Whether a user of a node writes into it."""
-    name = name_of(user)
-    if name == "setitem" or "out" in user.kwargs or name in ("iand", "ior", "iadd", "isub", "imul"):
+def _writes(node: fx.Node) -> bool:
+    """Whether a node writes into its first argument."""
+    name = name_of(node)
+    if name in ("setitem", "iand", "ior", "iadd", "isub", "imul", "itruediv"):
         return True
-    return name.endswith("_") and name not in ("and_", "or_", "not_") and user.args[:1] == (node,)
+    return name.endswith("_") and not name.startswith("_") and name not in ("and_", "or_", "not_")
+
+
+def _root(node: Any) -> Any:
+    """Returns the node whose memory a node may share."""
+    while isinstance(node, fx.Node) and name_of(node) in _VIEWS and node.args:
+        node = node.args[0]
+    return node
 
 
 def _count(shape: Any) -> int:

@@ -7,17 +7,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-PRODUCTS = frozenset(("matmul", "bmm", "__matmul__"))
+PRODUCTS = frozenset(("matmul", "bmm"))
+#: Methods of operators whose name is not that of the function in `operator`.
+_OPERATORS = {"and": "and_", "or": "or_", "radd": "add", "rmul": "mul"}
 SCALES = frozenset(("mul", "imul", "mul_", "div", "truediv", "itruediv", "div_"))
 #: What leaves numbers as they are, but for rounding.
 KEEPS = frozenset(("to", "type", "float", "half", "bfloat16", "type_as", "contiguous"))
 
 
 def name_of(node: fx.Node) -> str:
-    """Returns the bare name of what a node calls: "matmul" of operator.matmul, torch.matmul and Tensor.matmul."""
+    """Returns the bare name of what a node calls: "matmul" of operator.matmul, torch.matmul and Tensor.__matmul__."""
     if node.op == "call_method":
-        return str(node.target)
-    return str(getattr(node.target, "__name__", ""))
+        name = str(node.target)
+    else:
+        name = str(getattr(node.target, "__name__", ""))
+    if name.startswith("__") and name.endswith("__"):  # torch 2.11 has comparisons so
+        name = name[2:-2]
+        return _OPERATORS.get(name, name)
+    return name
 
 
 class Autocast(NamedTuple):
@@ -52,15 +59,55 @@ def computes_in(query: fx.Node, autocast: Autocast) -> torch.dtype:
     return autocast.dtype if autocast.on and dtype != torch.float64 else dtype
 
 
-def is_product(node: fx.Node) -> bool:
-    """Whether a node is a matrix product."""
-    return node.op in ("call_function", "call_method") and name_of(node) in PRODUCTS
+class Product(NamedTuple):
+    """A product of two stacks of matrices; of the second its rows are multiplied where it is transposed in the product."""
+
+    one: fx.Node
+    other: fx.Node
+    transposes: bool = False
+
+
+def product_of(node: fx.Node) -> Product | None:
+    """Returns what a node multiplies, None where it is no product of two stacks of matrices."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    name = name_of(node)
+    if name == "einsum":
+        return _einsum(node)
+    if name not in PRODUCTS or len(node.args) != 2:
+        return None
+    one, other = as_node(node.args[0]), as_node(node.args[1])
+    return Product(one, other) if one is not None and other is not None else None
+
+
+def _einsum(node: fx.Node) -> Product | None:
+    equation: Any = node.args[0]
+    operands: list[Any] = list(node.args[1:])
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = list(operands[0])
+    nodes = [n for operand in operands if (n := as_node(operand)) is not None]
+    if not isinstance(equation, str) or len(nodes) != 2 or len(operands) != 2:
+        return None
+    inputs, _, made = equation.replace(" ", "").partition("->")
+    one, _, other = inputs.partition(",")
+    if not len(one) == len(other) == len(made) > 2 or "." in inputs:
+        return None
+    if not one[:-2] == other[:-2] == made[:-2] or len(set(one[-2:] + other[-2:])) != 3:
+        return None
+    row, column = made[-2], made[-1]
+    if one[-2] != row or other[-2:].count(column) != 1:
+        return None
+    if other == made[:-2] + one[-1] + column:
+        return Product(nodes[0], nodes[1])
+    if other == made[:-2] + column + one[-1]:
+        return Product(nodes[0], nodes[1], transposes=True)
+    return None
 
 
 def comes_of_product(node: fx.Node, steps: int = 8) -> bool:
     """Whether a node is made of a product by scaling, masking and casting alone."""
     for _ in range(steps):
-        if is_product(node):
+        if product_of(node) is not None:
             return True
         before = first_of(node)
         if before is None or name_of(node) not in (*KEEPS, *SCALES, "add", "iadd", "masked_fill"):
@@ -106,13 +153,6 @@ def first_of(node: fx.Node) -> fx.Node | None:
 def as_node(thing: Any) -> fx.Node | None:
     """Returns what was given where it is a node."""
     return thing if isinstance(thing, fx.Node) else None
-
-
-def operands_of(product: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """Returns the two nodes that are multiplied."""
-    if len(product.args) != 2:
-        return None, None
-    return as_node(product.args[0]), as_node(product.args[1])
 
 
 def argument_of(node: fx.Node, place: int, name: str, default: Any = None) -> Any:

@@ -13,14 +13,14 @@ from flopwise.fixes.attention.reading import (
     KEEPS,
     SCALES,
     Autocast,
+    Product,
     argument_of,
     as_node,
     comes_of_product,
     dims_of,
     first_of,
-    is_product,
     name_of,
-    operands_of,
+    product_of,
     same_sizes,
     shape_of,
 )
@@ -41,8 +41,7 @@ class Found:
 
     output: fx.Node
     value: fx.Node
-    query: fx.Node | None = None
-    keys: fx.Node | None = None  # transposed, as the product has them
+    scores: Product | None = None  # of query and keys
     scale: float = 1.0
     dropout: float = 0.0
     masks: list[Mask] = field(default_factory=list)
@@ -57,17 +56,18 @@ class Search:
 
     def at(self, output: fx.Node) -> Found | None:
         """Returns the attention whose last product this node is."""
-        weights, value = operands_of(output)
-        if weights is None or value is None:
+        last = product_of(output)
+        if last is None or last.transposes:
             return None
-        found = Found(output, value, gone=[output])
+        weights = last.one
+        found = Found(output, last.other, gone=[output])
         node = self._to_softmax(weights, found)
-        while node is not None and not is_product(node):
+        while node is not None and product_of(node) is None:
             node = self._through_score(node, found)
         if node is None or len(node.users) != 1:
             return None
         found.gone.append(node)
-        found.query, found.keys = operands_of(node)
+        found.scores = product_of(node)
         if not same_sizes(
             shape_of(node), shape_of(weights)
         ):  # a mask that makes more of the scores

@@ -47,8 +47,9 @@ class CompileModel(Fix):
     and puts it in the module's own slot for that, so that type, state dict, copies and pickles stay as they are.
     Containers of library layers, which `Module.compile` silently leaves uncompiled, are compiled too; that frames
     were really compiled is checked. Attention that is written out (products and a softmax) becomes the fused operator
-    in the compiled code, with the causal flag where its mask is found to be causal before anything is compiled, and
-    without a mask where it hides nothing. Only while gradients are recorded.
+    in the compiled code. Masks that come from buffers and constants are looked at before anything is compiled: for one
+    that hides every later place and no other the causal flag stands, and one that hides nothing is left out; also of
+    attention that is fused already. Only while gradients are recorded.
 
     Why it helps:
     Chains of small operations become one kernel: less memory traffic, fewer launches, less Python. Fused attention
@@ -139,9 +140,9 @@ class _Applied(Applied):
             self._reason = "nothing was compiled"
         if self._reason is not None or parity is None:
             return _failed(self._reason or "not compared")
-        fused = sum(compiled.backend.most_replaced() for compiled in self._compiled)
-        if fused:
-            self.setting["attention"] = f"replaced {fused}"
+        attention = [words for c in self._compiled if (words := c.backend.words()) is not None]
+        if attention:
+            self.setting["attention"] = "; ".join(attention)
         return parity
 
     def _rehearse(self, snapshot: Snapshot) -> None:
