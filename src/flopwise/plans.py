@@ -27,7 +27,9 @@ FIXES = (
     ("FW101", "loader-workers"),
     ("FW102", "fused-optimizer"),
     ("FW103", "channels-last"),
+    ("FW106", "tf32-matmul"),
     ("FW104", "bf16-autocast"),
+    ("FW107", "needless-mask"),
     ("FW105", "compile-model"),
 )
 
