@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
 
+from flopwise.fixes.attention import known_masks
 from flopwise.fixes.attention.fusing import AttentionBackend
 
 pytestmark = pytest.mark.timeout(200, method="thread")
@@ -341,6 +343,37 @@ def test_what_is_not_understood_is_left_as_it_is(form: Any) -> None:
     assert compared(attention(form), x()).fused() == []
 
 
+class Checkpointed(nn.Module):
+    """Computes its attention again in backward."""
+
+    def __init__(self, part: nn.Module, write: bool = False) -> None:
+        super().__init__()
+        self.part, self.write = part, write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(self.part, x, use_reentrant=False)
+        if self.write:
+            self.part.bias[0, 0, 0, 1] = 1.0
+        return y
+
+
+@pytest.mark.parametrize("form", CAUSAL, ids=lambda f: f.__name__)
+def test_attention_that_is_computed_again(form: Any) -> None:
+    looked = compared(Checkpointed(attention(form)), x())
+    inner = [g for graph in looked.graphs for g in graph.children()]
+    nodes = [n for g in inner for n in g.graph.nodes if n.target is F.scaled_dot_product_attention]
+    assert [n.kwargs["is_causal"] for n in nodes] == [True]
+
+
+def test_no_flag_where_the_outer_graph_writes_the_mask() -> None:
+    looked = Looked()
+    model = Checkpointed(attention(min_gpt), write=True)
+    torch.compile(model, backend=AttentionBackend(model, looked))(x())
+    inner = [g for graph in looked.graphs for g in graph.children()]
+    nodes = [n for g in inner for n in g.graph.nodes if n.target is F.scaled_dot_product_attention]
+    assert [n.kwargs["is_causal"] for n in nodes] == [False]
+
+
 # ---------------------------------------------------------------------- any chain of scalings and masks
 
 
@@ -408,3 +441,20 @@ def test_a_mask_that_is_replaced_is_noticed() -> None:
     torch.compile(model, backend=backend)(x())
     model.bias = torch.ones_like(model.bias)
     assert backend.known.changed() == "bias"
+
+
+def test_ranks_look_at_a_mask_that_is_always_written_only_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(known_masks, "_has_ranks", lambda: True)
+    model = attention(min_gpt)
+    backend = AttentionBackend(model, Looked())
+    torch.compile(model, backend=backend)(x())
+    for _ in range(known_masks.MOST_REWRITTEN):
+        model.bias.mul_(1)
+        assert backend.known.changed() is None
+    noticed = []
+    for _ in range(known_masks.SELDOM):
+        model.bias.fill_(1.0)
+        noticed.append(backend.known.changed())
+    assert noticed.count("bias") == 1

@@ -52,16 +52,14 @@ class AttentionBackend:
     ) -> None:
         self.known = KnownTensors(module)
         self.replaced: list[int] = []  # attentions that were written out, in each graph
-        self.unmasked: list[
-            int
-        ] = []  # attentions that were fused already and lost a mask, in each graph
+        self.unmasked: list[int] = []  # attentions that were fused already and lost a mask
         self._compile = compile_graph or _inductor()
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Returns the compiled graph."""
-        values = Values(graph, inputs, self.known)
-        self.replaced.append(fuse_attention(graph, values))
-        self.unmasked.append(drop_masks(graph, values))
+        done = _rewrite(graph, Values(graph, inputs, self.known))
+        self.replaced.append(done[0])
+        self.unmasked.append(done[1])
         return self._compile(graph, inputs, **options)
 
     def get_compiler_config(self) -> Any:
@@ -79,6 +77,15 @@ class AttentionBackend:
         fused, unmasked = max(self.replaced, default=0), max(self.unmasked, default=0)
         said = [f"replaced {fused}"] * (fused > 0) + [f"without masks {unmasked}"] * (unmasked > 0)
         return ", ".join(said) or None
+
+
+def _rewrite(graph: fx.GraphModule, values: Values) -> tuple[int, int]:
+    """Returns how many attentions of a graph, and of those that it calls, were replaced, and how many lost a mask."""
+    replaced = unmasked = 0
+    for inner, inner_values in values.inside():
+        done = _rewrite(inner, inner_values)
+        replaced, unmasked = replaced + done[0], unmasked + done[1]
+    return replaced + fuse_attention(graph, values), unmasked + drop_masks(graph, values)
 
 
 def _inductor() -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,9 @@ _VIEWS = frozenset(
 #: Below this an added number counts as "masked": exp of it is 0 in float32 beside any score that training produces.
 #: Source: transformers before 4.20 added -10000 for padding (modeling_bert.py), the smallest in use.
 MASKED = -1e4
+#: DistributedDataParallel writes every buffer in every step, with the values of rank 0. In a job of several ranks a tensor
+#: that was found unchanged so many times is looked at only every so many times, since each look waits for the device.
+MOST_REWRITTEN, SELDOM = 3, 100
 #: Masks of more elements are not computed.
 MOST_ELEMENTS = 1 << 28
 
@@ -72,6 +75,7 @@ class _Known:
     tensor: weakref.ref[torch.Tensor]
     version: int
     copy: torch.Tensor  # on the host
+    rewritten: int = 0  # times that it was written with the values it had
 
     def holds(self) -> bool:
         """Whether the module still has this tensor, with the values it had."""
@@ -83,11 +87,13 @@ class _Known:
             now = vars(owner).get(self.name)
         if now is not tensor:
             return False
-        if tensor._version != self.version:
-            if not torch.equal(tensor.detach().cpu(), self.copy):
-                return False
-            self.version = tensor._version
-        return True
+        if tensor._version == self.version:
+            return True
+        self.version = tensor._version
+        self.rewritten += 1
+        if self.rewritten > MOST_REWRITTEN and self.rewritten % SELDOM and _has_ranks():
+            return True
+        return torch.equal(tensor.detach().cpu(), self.copy)
 
 
 class KnownTensors:
@@ -108,7 +114,8 @@ class KnownTensors:
 
     def read(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's values may be used; they are looked at from here on."""
-        if id(tensor) in self._read:
+        known = self._read.get(id(tensor))
+        if known is not None and known.tensor() is tensor:
             return True
         place = self.place(tensor)
         if place is None:
@@ -133,6 +140,10 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tenso
                 yield part, name, value
 
 
+def _has_ranks() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 class Unknown(Exception):
     """The value depends on more than buffers and constants."""
 
@@ -140,15 +151,26 @@ class Unknown(Exception):
 class Values:
     """Values of nodes of one traced graph, computed where they depend on buffers and constants alone."""
 
-    def __init__(self, graph: fx.GraphModule, inputs: Any, known: KnownTensors) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        known: KnownTensors,
+        outer: Values | None = None,
+    ) -> None:
+        """Takes a graph and its inputs: tensors, or nodes of an outer graph that calls it."""
         self._module = graph
         self._known = known
+        self._outer = outer
         nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
         self._inputs = dict(zip(nodes, inputs, strict=False))
         self._done: dict[fx.Node, Any] = {}
-        every = graph.graph.nodes
-        self._written = {_root(node.args[0]) for node in every if node.args and _writes(node)}
-        self._written |= {_root(node.kwargs["out"]) for node in every if "out" in node.kwargs}
+        self._written = _written(graph)
+
+    def inside(self) -> Iterator[tuple[fx.GraphModule, Values]]:
+        """Yields the graphs that this one calls to compute them again in backward, and their values."""
+        for call, graph in _inner_graphs(self._module):
+            yield graph, Values(graph, call.args[1:], self._known, self)
 
     def of(self, node: fx.Node) -> Any:
         """Returns the value of a node.
@@ -166,6 +188,8 @@ class Values:
     def _compute(self, node: fx.Node) -> Any:
         if node.op == "placeholder":
             value = self._inputs.get(node)
+            if isinstance(value, fx.Node) and self._outer is not None:
+                return self._outer.of(value)
             if not isinstance(value, torch.Tensor) or not self._known.read(value):
                 raise Unknown
             return value.detach()
@@ -206,6 +230,31 @@ class Values:
                 raise Unknown
         values: Any = fx.node.map_arg(node.args, self.of)
         return operator.getitem(*values)
+
+
+def _inner_graphs(graph: fx.GraphModule) -> Iterator[tuple[fx.Node, fx.GraphModule]]:
+    """Yields the calls of inner graphs, as activation checkpointing makes them, and the graphs."""
+    for node in graph.graph.nodes:
+        if name_of(node) in ("tag_activation_checkpoint", "wrap") and node.args:
+            called = node.args[0]
+            inner = (
+                getattr(graph, str(called.target), None) if isinstance(called, fx.Node) else None
+            )
+            if isinstance(inner, fx.GraphModule):
+                yield node, inner
+
+
+def _written(graph: fx.GraphModule) -> set[Any]:
+    """Returns the nodes whose memory the graph writes into."""
+    every = graph.graph.nodes
+    found = {_root(node.args[0]) for node in every if node.args and _writes(node)}
+    found |= {_root(node.kwargs["out"]) for node in every if "out" in node.kwargs}
+    for call, inner in _inner_graphs(graph):
+        written = _written(inner)
+        places = [node for node in inner.graph.nodes if node.op == "placeholder"]
+        pairs = zip(places, call.args[1:], strict=False)
+        found |= {_root(given) for place, given in pairs if place in written}
+    return found
 
 
 def _writes(node: fx.Node) -> bool:
