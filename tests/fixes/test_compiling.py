@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
 from flopwise.fixes import compiling
@@ -24,8 +24,6 @@ from flopwise.meter.replay import Snapshot
 
 # The time limit under test is the alarm signal, which the usual method of pytest-timeout takes for itself.
 pytestmark = pytest.mark.timeout(200, method="thread")
-
-REAL_COMPILE = torch.compile
 
 
 def frames() -> int:
@@ -43,7 +41,7 @@ def _fresh() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo and AOTAutograd as ever, without code generation."""
-    monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend="aot_eager"))
+    monkeypatch.setattr(compiling, "inductor", lambda mode: lookup_backend("aot_eager"))
 
 
 class Block(nn.Module):
@@ -341,9 +339,7 @@ class TestBlocks:
                 time.sleep(0.05)
             return graph
 
-        monkeypatch.setattr(
-            torch, "compile", functools.partial(REAL_COMPILE, backend=slow_for_many)
-        )
+        monkeypatch.setattr(compiling, "inductor", lambda mode: slow_for_many)
         model = stack(blocks=4)
         applied = Compiling([model], 2.0)
         parity = applied.verify(Snapshot(model, (x(),)))
@@ -358,9 +354,7 @@ class TestBlocks:
                 raise ValueError("no such kernel")
             return graph
 
-        monkeypatch.setattr(
-            torch, "compile", functools.partial(REAL_COMPILE, backend=broken_for_many)
-        )
+        monkeypatch.setattr(compiling, "inductor", lambda mode: broken_for_many)
         model = stack(blocks=4)
         applied = Compiling([model], 60.0)
         parity = applied.verify(Snapshot(model, (x(),)))
@@ -374,7 +368,7 @@ class TestBlocks:
         def broken(graph: Any, inputs: Any) -> Any:
             raise ValueError("no such kernel")
 
-        monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend=broken))
+        monkeypatch.setattr(compiling, "inductor", lambda mode: broken)
         model = nn.Sequential(nn.Linear(8, 4))
         applied = Compiling([model], 60.0)
         parity = applied.verify(Snapshot(model, (x(),)))
@@ -424,7 +418,7 @@ class TestFailures:
 
             return run
 
-        monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend=breaks_later))
+        monkeypatch.setattr(compiling, "inductor", lambda mode: breaks_later)
         model = stack()
         low = Bf16Autocast().apply(Scene(roots=(model,), compute_frac=0.9))
         applied = tried(model, x())

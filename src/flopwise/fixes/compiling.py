@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flopwise.fixes.attention.fusing import AttentionBackend
 from flopwise.fixes.interface import Applied
 from flopwise.fixes.slot import (
     COMPILED,
@@ -87,6 +88,7 @@ class Compiling(Applied):
             self._blocks_left = False
         self._reason: str | None = None
         self._frames = self._breaks = 0
+        self._backends: list[AttentionBackend] = []
         self._layers = Layers(modules, self.rank)
         codes: dict[Hashable, types.CodeType] = {}
         self._parts = [Part(module, self, codes) for module in modules]
@@ -177,6 +179,9 @@ class Compiling(Applied):
             self.enable()
             self.rehearse(snapshot)
             self.disable()
+        attention = [words for b in self._backends if (words := b.words()) is not None]
+        if attention:
+            self.setting["attention"] = "; ".join(dict.fromkeys(attention))
         return parity if self.failure() is None else None
 
     def _enable_for_comparison(self, snapshot: Snapshot) -> Callable[[], None]:
@@ -257,10 +262,23 @@ class Compiling(Applied):
     # ------------------------------------------------------------------ for parts
 
     def compiled(self, module: nn.Module, function: types.FunctionType) -> Call:
-        """Returns a frame's compiled call."""
-        mode = None if self.mode == "default" else self.mode
-        compiled: Call = torch.compile(function, mode=mode) if mode else torch.compile(function)
+        """Returns a frame's compiled call.
+
+        Written-out attention is fused in wholes only: blocks share their code, and each may have a mask of its own.
+        """
+        backend = inductor(self.mode)
+        if self.setting["parts"] == "whole":
+            backend = AttentionBackend(module, backend)
+            self._backends.append(backend)
+        compiled: Call = torch.compile(function, backend=backend)
         return compiled
+
+    def look_at_masks(self) -> None:
+        """Gives compiled code up where a mask was written that it was compiled with."""
+        for backend in self._backends:
+            changed = backend.known.changed()
+            if changed is not None:
+                self.fail(f"{changed}, a mask that attention was compiled with, was written")
 
     def odd(self, module: nn.Module, call: Call) -> Call:
         """Returns what makes an odd call; `call` is what lies inside this layer."""
@@ -307,6 +325,7 @@ class Part:
         self._calls = 0
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            owner.look_at_masks()
             if owner.given_up():
                 return call(*args, **kwargs)
             if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
@@ -420,6 +439,11 @@ class Part:
         self._frames.clear()
         self._functions.clear()
         self._any_size = None
+
+
+def inductor(mode: str) -> Any:
+    """Returns Inductor in one of its modes, as `torch.compile` itself makes it."""
+    return torch._TorchCompileInductorWrapper(mode, None, None)
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Hashable:

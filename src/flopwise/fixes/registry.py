@@ -9,13 +9,17 @@ from flopwise.fixes.catalog.compile_model import CompileModel
 from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
+from flopwise.fixes.catalog.needless_mask import NeedlessMask
+from flopwise.fixes.catalog.tf32_matmul import Tf32Matmul
 from flopwise.fixes.interface import HEADINGS, Fix
 
 FIXES: tuple[type[Fix], ...] = (
     LoaderWorkers,
     FusedOptimizer,
     ChannelsLast,
+    Tf32Matmul,
     Bf16Autocast,
+    NeedlessMask,
     CompileModel,
     CudaGraphs,
     AllocatorSettings,

@@ -107,7 +107,7 @@ class Replay:
     def _evaluate(self, call: Callable[[], Any], leaves: list[torch.Tensor]) -> Outcome:
         self._rng.restore()
         started = time.perf_counter()
-        with torch.enable_grad():
+        with torch.enable_grad(), _replaying():
             tree = call()
             drew = self._rng.moved()
             loss = find_loss(tree)
@@ -134,6 +134,24 @@ class Replay:
             wide = torch.promote_types(output.dtype, torch.float32)
             terms.append((output.to(wide) * cotangent.to(wide)).sum())
         return torch.stack([t.to(terms[0].dtype) for t in terms]).sum()
+
+
+_replays = 0
+
+
+def is_replaying() -> bool:
+    """Whether a snapshot is being run: on copies of a batch, between two steps of the training."""
+    return _replays > 0
+
+
+@contextmanager
+def _replaying() -> Iterator[None]:
+    global _replays
+    _replays += 1
+    try:
+        yield
+    finally:
+        _replays -= 1
 
 
 #: Above this many elements a cotangent is one random vector along the last dimension, repeated.

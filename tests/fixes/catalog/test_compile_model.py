@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import shutil
 import signal
 import threading
@@ -15,7 +14,10 @@ import pytest
 import torch
 import torch._dynamo
 from torch import nn
+from torch._dynamo import lookup_backend
+from torch.utils.checkpoint import checkpoint
 
+from flopwise.fixes import compiling
 from flopwise.fixes.catalog import compile_model
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.compile_model import CompileModel, alarm_problem
@@ -25,8 +27,6 @@ from flopwise.meter.replay import Snapshot
 
 # The time limit under test is the alarm signal, which the usual method of pytest-timeout takes for itself.
 pytestmark = pytest.mark.timeout(200, method="thread")
-
-REAL_COMPILE = torch.compile
 
 
 def frames() -> int:
@@ -44,7 +44,7 @@ def _fresh() -> Iterator[None]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo and AOTAutograd as ever, without code generation."""
-    monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend="aot_eager"))
+    monkeypatch.setattr(compiling, "inductor", lambda mode: lookup_backend("aot_eager"))
 
 
 class Net(nn.Module):
@@ -145,7 +145,7 @@ class TestDeclines:
         applied.undo()
 
     def test_when_nothing_was_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch, "compile", lambda function: function)
+        monkeypatch.setattr(torch, "compile", lambda function, **options: function)
         model = net()
         applied = CompileModel().apply(scene(model))
         assert applied.verify(Snapshot(model, (x(),))).detail == "nothing was compiled"
@@ -180,7 +180,7 @@ class TestTimeLimit:
                 with contextlib.suppress(Exception):  # as compilers do
                     time.sleep(0.05)
 
-        monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend=endless))
+        monkeypatch.setattr(compiling, "inductor", lambda mode: endless)
         model = net()
         weights = copy.deepcopy(model.state_dict())
         applied = compile_model._Applied([model], deadline_s=0.5)
@@ -206,7 +206,7 @@ class TestTimeLimit:
             while True:
                 time.sleep(0.05)
 
-        monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend=endless))
+        monkeypatch.setattr(compiling, "inductor", lambda mode: endless)
         model = net()
         applied = compile_model._Applied([model], deadline_s=0.5)
         wanted = model(x())
@@ -221,7 +221,7 @@ class TestTimeLimit:
         def broken(graph: Any, inputs: Any) -> Any:
             raise ValueError("no such kernel")
 
-        monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend=broken))
+        monkeypatch.setattr(compiling, "inductor", lambda mode: broken)
         model = net()
         applied = CompileModel().apply(scene(model))
         parity = applied.verify(Snapshot(model, (x(),)))
@@ -282,13 +282,83 @@ class TestEffect:
         def wrong(graph: Any, inputs: Any) -> Any:
             return lambda *args: tuple(o * 1.01 for o in graph(*args))
 
-        monkeypatch.setattr(torch, "compile", functools.partial(REAL_COMPILE, backend=wrong))
+        monkeypatch.setattr(compiling, "inductor", lambda mode: wrong)
         model = net()
         assert not CompileModel().apply(scene(model)).verify(Snapshot(model, (x(),))).passed
 
     def test_tc_04_break_even(self) -> None:
         assert break_even_steps(6.0, 0.003, 0.002) == 6000
         assert break_even_steps(6.0, 162e-6, 276e-6) is None
+
+
+class Written(nn.Module):
+    """Attention that is written out, with its mask in a buffer; part of it may be checkpointed."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.last, self.drop = nn.Linear(6, 18), nn.Linear(6, 3), nn.Dropout(0.1)
+        self.register_buffer("bias", torch.tril(torch.ones(8, 8)))
+        self.checkpointed = checkpointed
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (y.unflatten(-1, (2, 3)).transpose(1, 2) for y in self.qkv(x).split(6, 2))
+        scores = q @ k.transpose(-2, -1) / 3**0.5
+        scores = scores.masked_fill(self.bias[: x.shape[1], : x.shape[1]] == 0, float("-inf"))
+        return (self.drop(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(self.attend, x, use_reentrant=False) if self.checkpointed else self.attend(x)
+        return self.last(y)
+
+
+class TestAttention:
+    def inputs(self) -> torch.Tensor:
+        return torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(1))
+
+    @pytest.mark.parametrize("checkpointed", [False, True])
+    @pytest.mark.parametrize("autocast", [False, True])
+    def test_is_fused_and_the_numbers_hold(
+        self, checkpointed: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(compiling, "inductor", lambda mode: lookup_backend("aot_eager"))
+        model = net(Written, checkpointed=checkpointed)
+        low = Bf16Autocast().apply(scene(model))
+        if autocast:
+            low.enable()
+        applied = CompileModel().apply(scene(model))
+        parity = applied.verify(Snapshot(model, (self.inputs(),)))
+        assert parity.passed, parity.detail
+        assert applied.setting["attention"] == "replaced 1"
+        applied.undo()
+        low.undo()
+
+    def test_by_inductor_without_a_change_of_its_settings(self) -> None:
+        from torch._inductor import config
+
+        before = config.save_config()
+        model = net(Written)
+        applied = CompileModel().apply(scene(model))
+        parity = applied.verify(Snapshot(model, (self.inputs(),)))
+        assert parity.passed, parity.detail
+        assert applied.setting["attention"] == "replaced 1"
+        applied.undo()
+        assert config.save_config() == before
+
+    @pytest.mark.usefixtures("quick")
+    def test_a_mask_that_the_script_writes_later_ends_it(self) -> None:
+        model = net(Written)
+        model.drop.p = 0.0
+        applied = CompileModel().apply(scene(model))
+        applied.verify(Snapshot(model, (self.inputs(),)))
+        applied.enable()
+        before = model(self.inputs())
+        assert applied.failure() is None
+        model.bias.fill_(1.0)  # everything is seen now
+        after = model(self.inputs())
+        assert torch.equal(after, model._call_impl(self.inputs()))
+        assert not torch.allclose(before, after)
+        assert "bias, a mask that attention was compiled with" in applied.failure()
+        applied.undo()
 
 
 @pytest.mark.usefixtures("quick")

@@ -1,0 +1,1 @@
+"""Attention that a model writes out, fused in the graph that is compiled."""
