@@ -29,6 +29,7 @@ FIXES = (
     ("FW103", "channels-last"),
     ("FW104", "bf16-autocast"),
     ("FW105", "compile-model"),
+    ("FW111", "padded-dimension"),
 )
 
 #: A plan has some kilobytes; what is larger is another file.

@@ -7,6 +7,7 @@ from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
+from flopwise.fixes.catalog.padded_dimension import PaddedDimension
 from flopwise.fixes.interface import HEADINGS, Fix
 
 FIXES: tuple[type[Fix], ...] = (
@@ -15,6 +16,7 @@ FIXES: tuple[type[Fix], ...] = (
     ChannelsLast,
     Bf16Autocast,
     CompileModel,
+    PaddedDimension,
 )
 
 _INTRODUCTION = """\
