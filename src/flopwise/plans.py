@@ -30,6 +30,7 @@ FIXES = (
     ("FW104", "bf16-autocast"),
     ("FW105", "compile-model"),
     ("FW111", "padded-dimension"),
+    ("FW112", "labelled-logits"),
 )
 
 #: A plan has some kilobytes; what is larger is another file.

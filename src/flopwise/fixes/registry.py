@@ -6,6 +6,7 @@ from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
+from flopwise.fixes.catalog.labelled_logits import LabelledLogits
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.catalog.padded_dimension import PaddedDimension
 from flopwise.fixes.interface import HEADINGS, Fix
@@ -17,6 +18,7 @@ FIXES: tuple[type[Fix], ...] = (
     Bf16Autocast,
     CompileModel,
     PaddedDimension,
+    LabelledLogits,
 )
 
 _INTRODUCTION = """\

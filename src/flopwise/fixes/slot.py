@@ -22,8 +22,8 @@ from flopwise.meter.replay import error_words
 
 Call = Callable[..., Any]
 
-#: Ranks, inner to outer.
-COMPILED, INPUTS, AUTOCAST = 1, 2, 3
+#: Ranks, inner to outer; others may lie between.
+COMPILED, INPUTS, AUTOCAST = 10, 20, 30
 #: Below this share of forward and backward in a step no trial could show a gain of theirs.
 LEAST_COMPUTE_FRAC = 0.05
 
