@@ -31,6 +31,8 @@ FIXES = (
     ("FW105", "compile-model"),
     ("FW111", "padded-dimension"),
     ("FW112", "labelled-logits"),
+    ("FW113", "recompute-off"),
+    ("FW114", "cudnn-benchmark"),
 )
 
 #: A plan has some kilobytes; what is larger is another file.

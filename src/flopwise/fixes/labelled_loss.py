@@ -214,7 +214,7 @@ def _loss(
     per_item = call["reduction"] == "sum"
     if not per_item and (call["reduction"] != "mean" or result is not loss):
         return "the loss is not the mean over the labels"
-    if per_item != (items is not None):
+    if per_item and items is None:
         return "the loss is a sum, of which it is not known what it is divided by"
     flat, ignore = targets.reshape(-1), call["ignore_index"]
     labels = labels.to(flat.device)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
+from flopwise.fixes.catalog.cudnn_benchmark import CudnnBenchmark
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.labelled_logits import LabelledLogits
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.catalog.padded_dimension import PaddedDimension
+from flopwise.fixes.catalog.recompute_off import RecomputeOff
 from flopwise.fixes.interface import HEADINGS, Fix
 
 FIXES: tuple[type[Fix], ...] = (
@@ -19,6 +21,8 @@ FIXES: tuple[type[Fix], ...] = (
     CompileModel,
     PaddedDimension,
     LabelledLogits,
+    RecomputeOff,
+    CudnnBenchmark,
 )
 
 _INTRODUCTION = """\
