@@ -33,6 +33,10 @@ FIXES = (
     ("FW105", "compile-model"),
     ("FW115", "cuda-graphs"),
     ("FW116", "allocator-settings"),
+    ("FW111", "padded-dimension"),
+    ("FW112", "labelled-logits"),
+    ("FW113", "recompute-off"),
+    ("FW114", "cudnn-benchmark"),
 )
 
 #: A plan has some kilobytes; what is larger is another file.

@@ -15,6 +15,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from flopwise.fixes.catalog.allocator_settings import AllocatorSettings
@@ -22,9 +23,14 @@ from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
 from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
+from flopwise.fixes.catalog.cudnn_benchmark import CudnnBenchmark
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
+from flopwise.fixes.catalog.labelled_logits import LabelledLogits
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
+from flopwise.fixes.catalog.padded_dimension import PaddedDimension
+from flopwise.fixes.catalog.recompute_off import RecomputeOff, kept_bytes
 from flopwise.fixes.interface import Eligible, Scene
+from flopwise.fixes.lazy_logits import LazyLogits
 from flopwise.meter.replay import Snapshot
 
 pytestmark = [
@@ -532,3 +538,127 @@ def test_expandable_segments_are_in_use_in_a_process_that_is_started_with_them()
 
     assert said({**bare, **AllocatorSettings.environment({})}) == "None"
     assert "left out" in said(bare)
+
+
+class Masked(nn.Module):
+    """A masked language model of an odd vocabulary, whose blocks may be checkpointed."""
+
+    def __init__(
+        self, vocabulary: int = 30001, width: int = 512, checkpoints: bool = False
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 8, 4 * width, 0.0, F.gelu, batch_first=True)
+            for _ in range(4)
+        )
+        self.head = nn.Linear(width, vocabulary)
+        self.head.weight = self.embed.weight
+        self.checkpoints = checkpoints
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False) if self.checkpoints else block(h)
+        logits = self.head(h)
+        if labels is None:
+            return {"logits": logits}
+        loss = F.cross_entropy(logits.float().view(-1, logits.shape[-1]), labels.view(-1))
+        return {"loss": loss, "logits": logits}
+
+
+def masked(checkpoints: bool = False) -> Snapshot:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 30001, (16, 256), device=CUDA)
+    labels = torch.where(torch.rand(ids.shape, device=CUDA) < 0.15, ids, -100)
+    return Snapshot(Masked(checkpoints=checkpoints).to(CUDA), (), {"ids": ids, "labels": labels})
+
+
+def test_an_odd_vocabulary_is_padded_where_it_is_faster_alone_and_with_the_others() -> None:
+    snapshot = masked()
+    here = scene(snapshot, findings={"L110": 0.1})
+    applied = PaddedDimension().apply(here)
+    parity = applied.verify(snapshot)
+    print(parity, applied.setting)
+    assert parity.passed, parity.detail
+    assert applied.setting == {"head": "30016x512"}
+    low, fast = Bf16Autocast().apply(here), CompileModel().apply(here)
+    for fix in (low, fast):
+        assert fix.verify(snapshot).passed
+        fix.enable()
+    for on in (True, False, True):
+        applied.enable() if on else applied.disable()
+        out = snapshot.module(**snapshot.kwargs)
+        assert out["logits"].shape == (16, 256, 30001)
+        out["loss"].backward()
+    assert [fix.failure() for fix in (applied, low, fast)] == [None] * 3
+    for fix in (applied, low, fast):
+        fix.undo()
+    assert type(snapshot.module.head) is nn.Linear
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_labelled_places_alone_under_autocast(compiled: bool) -> None:
+    snapshot = masked()
+    here = scene(snapshot)
+    applied = LabelledLogits().apply(here)
+    while not applied.ready():
+        snapshot.module(**snapshot.kwargs)["loss"].backward()
+    parity = applied.verify(snapshot)
+    print(parity, applied.setting)
+    assert parity.passed, parity.detail
+    low, fast = Bf16Autocast().apply(here), CompileModel().apply(here)
+    low.enable()
+    if compiled:
+        fast.enable()
+    losses, peaks = [], []
+    for on in (False, True, False, True):
+        applied.enable() if on else applied.disable()
+        snapshot.module.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        out = snapshot.module(**snapshot.kwargs)
+        out["loss"].backward()
+        assert isinstance(out["logits"], LazyLogits) == on
+        losses.append(out["loss"].item())
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-3)
+    assert peaks[3] < peaks[2]
+    assert applied.failure() is None
+    for fix in (applied, fast, low):
+        fix.undo()
+
+
+def test_what_checkpoints_would_keep_is_what_they_keep() -> None:
+    snapshot = masked(checkpoints=True)
+
+    def held() -> int:
+        before = torch.cuda.memory_allocated()
+        out = snapshot.module(**snapshot.kwargs)
+        after = torch.cuda.memory_allocated()
+        del out
+        return after - before
+
+    kept, calls = kept_bytes(snapshot.module, held)
+    assert calls == 4
+    applied = RecomputeOff().apply(scene(snapshot, findings={"L106": 0.2}))
+    parity = applied.verify(snapshot)
+    assert parity.passed, parity.detail
+    less = held()
+    applied.enable()
+    more = held()
+    applied.undo()
+    print(f"{kept} predicted, {more - less} measured")
+    assert 0.9 < kept / (more - less) < 1.5
+
+
+def test_cudnns_search_is_judged_by_a_step_and_the_switch_left_as_it_was() -> None:
+    snapshot = cnn()
+    before = torch.backends.cudnn.benchmark
+    applied = CudnnBenchmark().apply(scene(snapshot))
+    while not applied.ready():
+        snapshot.module(*snapshot.args)
+    parity = applied.verify(snapshot)
+    print(parity)
+    assert parity.passed or "cudnn.benchmark off" in parity.detail
+    applied.undo()
+    assert torch.backends.cudnn.benchmark == before

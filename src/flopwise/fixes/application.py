@@ -110,8 +110,15 @@ class Plan:
 
 
 def _trusting(scene: Scene) -> Scene:
-    """Returns the scene with shares that pass any threshold: a plan's causes were measured when it was made."""
-    return replace(scene, data_frac=1.0, compute_frac=1.0, optimizer_frac=1.0)
+    """Returns the scene with shares that pass any threshold, and every finding: a plan's causes were measured when it was made."""
+    findings: dict[str, float | None] = {code: None for kind in FIXES for code in kind.findings}
+    return replace(
+        scene,
+        data_frac=1.0,
+        compute_frac=1.0,
+        optimizer_frac=1.0,
+        findings=findings | dict(scene.findings),
+    )
 
 
 def install(session: Session, fixes: Sequence[Mapping[str, Any]]) -> None:

@@ -7,9 +7,13 @@ from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
 from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
+from flopwise.fixes.catalog.cudnn_benchmark import CudnnBenchmark
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
+from flopwise.fixes.catalog.labelled_logits import LabelledLogits
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.catalog.needless_mask import NeedlessMask
+from flopwise.fixes.catalog.padded_dimension import PaddedDimension
+from flopwise.fixes.catalog.recompute_off import RecomputeOff
 from flopwise.fixes.catalog.tf32_matmul import Tf32Matmul
 from flopwise.fixes.interface import HEADINGS, Fix
 
@@ -23,6 +27,10 @@ FIXES: tuple[type[Fix], ...] = (
     CompileModel,
     CudaGraphs,
     AllocatorSettings,
+    PaddedDimension,
+    LabelledLogits,
+    RecomputeOff,
+    CudnnBenchmark,
 )
 
 _INTRODUCTION = """\

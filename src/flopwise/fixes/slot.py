@@ -23,8 +23,7 @@ from flopwise.meter.replay import error_words
 Call = Callable[..., Any]
 
 #: Ranks, inner to outer. Captured graphs of compiled code stand in front of compiled code alone.
-COMPILED, GRAPHED, INPUTS, AUTOCAST = 10, 15, 20, 30
-TF32, MASKS = 40, 50
+COMPILED, GRAPHED, RECOMPUTE, INPUTS, LOGITS, AUTOCAST, TF32, MASKS = 10, 15, 17, 20, 25, 30, 40, 50
 #: Below this share of forward and backward in a step no trial could show a gain of theirs.
 LEAST_COMPUTE_FRAC = 0.05
 

@@ -27,11 +27,7 @@ class PaddedLinear(nn.Linear):
         more = _more(self, weight)
         if more is None:
             return F.linear(input, weight, self.bias)
-        out, into, contiguous = more
-        result = F.linear(
-            _longer(_cast(input), -1, into), *_parameters(weight, self.bias, out, into)
-        )
-        return _cut(result, -1, weight.shape[0], contiguous)
+        return padded_linear(input, weight, self.bias, *more)
 
 
 class _PaddedConv:
@@ -114,6 +110,24 @@ PADDED: dict[type[nn.Module], type[nn.Module]] = {
     nn.ConvTranspose3d: PaddedConvTranspose3d,
 }
 PLAIN = {padded_class: plain for plain, padded_class in PADDED.items()}
+
+
+def padded_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    more_out: int,
+    more_in: int,
+    contiguous: bool,
+) -> torch.Tensor:
+    """Returns what `F.linear` returns, to within rounding, computed with this many rows and columns of zeros more.
+
+    Args:
+        contiguous: copy the result to the strides that it had; False: a view with a gap behind each row.
+    """
+    longer = _parameters(weight, bias, more_out, more_in)
+    result = F.linear(_longer(_cast(input), -1, more_in), *longer)
+    return _cut(result, -1, weight.shape[0], contiguous)
 
 
 def dimensions(layer: Any) -> tuple[int, int]:
