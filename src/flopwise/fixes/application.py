@@ -44,6 +44,10 @@ def scene_of(session: Session, rows: Sequence[Row] = ()) -> Scene:
         compute_frac=share(lambda row: row.forward_ns + row.backward_ns),
         optimizer_frac=share(lambda row: row.optimizer_ns),
         facts=facts_of(session, session.roots.autocast),
+        loads=session.surroundings.loads(),
+        batches_per_step=sum(max(1, row.micro_batches) for row in rows) / len(rows)
+        if rows
+        else 1.0,
     )
 
 
@@ -111,7 +115,8 @@ class Plan:
 
 def _trusting(scene: Scene) -> Scene:
     """Returns the scene with shares that pass any threshold: a plan's causes were measured when it was made."""
-    return replace(scene, data_frac=1.0, compute_frac=1.0, optimizer_frac=1.0)
+    findings: dict[str, float | None] = {code: None for kind in FIXES for code in kind.findings}
+    return replace(scene, data_frac=1.0, compute_frac=1.0, optimizer_frac=1.0, findings=findings)
 
 
 def install(session: Session, fixes: Sequence[Mapping[str, Any]]) -> None:
