@@ -25,6 +25,7 @@ else:
 #: bottleneck hides the rest; compilation last, since it is the slowest to try. (code, name)
 FIXES = (
     ("FW101", "loader-workers"),
+    ("FW109", "device-prefetch"),
     ("FW102", "fused-optimizer"),
     ("FW103", "channels-last"),
     ("FW104", "bf16-autocast"),

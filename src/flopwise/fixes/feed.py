@@ -86,7 +86,10 @@ class Feed:
     """The batches of one loader. `on` says who fetches from now on."""
 
     def __init__(self, loader: DataLoader[Any], pin_memory: bool) -> None:
-        self.loader = loader
+        # Not held: a live iterator may hold the feed, and the loader the iterator.
+        self._loader = weakref.ref(loader)
+        self._had = loader.num_workers
+        self._persistent = loader.persistent_workers
         self.on = False
         self.workers = 0
         self.failure: str | None = None
@@ -103,6 +106,25 @@ class Feed:
         self._forked: object = None  # of the data set as the loader's own workers have it, if known
         self._restarts = 0
         self._closed = False
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """Returns the loader, which lives as long as anybody iterates it or holds the fix."""
+        live = self._loader()
+        assert live is not None
+        return live
+
+    def mine(self, iterator: Any) -> bool:
+        """Whether an iterator is one of this loader."""
+        if iterator in self._lines:
+            return True
+        loader = self._loader()
+        return (
+            loader is not None
+            and loader._index_sampler is iterator._index_sampler
+            and loader.dataset is iterator._dataset
+            and loader.num_workers == iterator._num_workers
+        )
 
     # ------------------------------------------------------------------ switching
 
@@ -379,13 +401,15 @@ class Feed:
 
     def _look_at_data_set(self, iterator: Any, line: _Line | None) -> None:
         """Starts the pool anew where the script has changed the data set, once the script itself would see that."""
+        if self._closed:
+            return
         now = None
-        if not self.loader.num_workers:
+        if not self._had:
             if self.on and stamp(self.loader.dataset) != self._stamp:
                 self._restart()
             return
         first = iterator._num_yielded == 0
-        if first and (self._forked is None or not self.loader.persistent_workers):
+        if first and (self._forked is None or not self._persistent):
             now = self._forked = stamp(self.loader.dataset)  # its own workers were forked just now
         if not self.on or line is not None or self._forked in (None, self._stamp):
             return

@@ -5,12 +5,14 @@ from __future__ import annotations
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
+from flopwise.fixes.catalog.device_prefetch import DevicePrefetch
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.interface import HEADINGS, Fix
 
 FIXES: tuple[type[Fix], ...] = (
     LoaderWorkers,
+    DevicePrefetch,
     FusedOptimizer,
     ChannelsLast,
     Bf16Autocast,

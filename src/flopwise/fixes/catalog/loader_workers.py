@@ -123,6 +123,7 @@ class LoaderWorkers(Fix):
 class _Applied(Applied):
     def __init__(self, loaders: Sequence[DataLoader[Any]], scene: Scene, workers: int = 0) -> None:
         pin_memory = scene.device.type == "cuda"
+        self._loaders = loaders
         self._scene = scene
         self._workers = workers  # 0: by what was measured
         self._feeds = [Feed(loader, pin_memory or loader.pin_memory) for loader in loaders]
@@ -242,7 +243,7 @@ class _Feeds(Layer):
     rank = FETCHED
 
     def __init__(self, feeds: list[Feed]) -> None:
-        self._by_sampler = {id(f.loader._index_sampler): f for f in feeds}
+        self._feeds = feeds
 
     def take(self, iterator: Any, inner: Source) -> Any:
         feed = self._feed(iterator)
@@ -253,13 +254,10 @@ class _Feeds(Layer):
         return inner.ready() if feed is None else feed.ready(iterator, inner)
 
     def unserved(self) -> list[Any]:
-        return [iterator for feed in self._by_sampler.values() for iterator in feed.unserved()]
+        return [iterator for feed in self._feeds for iterator in feed.unserved()]
 
     def _feed(self, iterator: Any) -> Feed | None:
-        feed = self._by_sampler.get(id(iterator._index_sampler))
-        if feed is None or feed.loader.dataset is not iterator._dataset:
-            return None
-        return feed if feed.loader.num_workers == iterator._num_workers else None
+        return next((feed for feed in self._feeds if feed.mine(iterator)), None)
 
 
 def _speedup(scene: Scene) -> float:
