@@ -26,6 +26,7 @@ else:
 FIXES = (
     ("FW101", "loader-workers"),
     ("FW109", "device-prefetch"),
+    ("FW110", "host-settings"),
     ("FW102", "fused-optimizer"),
     ("FW103", "channels-last"),
     ("FW104", "bf16-autocast"),

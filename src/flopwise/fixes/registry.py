@@ -7,12 +7,14 @@ from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
 from flopwise.fixes.catalog.device_prefetch import DevicePrefetch
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
+from flopwise.fixes.catalog.host_settings import HostSettings
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.interface import HEADINGS, Fix
 
 FIXES: tuple[type[Fix], ...] = (
     LoaderWorkers,
     DevicePrefetch,
+    HostSettings,
     FusedOptimizer,
     ChannelsLast,
     Bf16Autocast,

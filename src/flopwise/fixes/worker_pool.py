@@ -26,6 +26,8 @@ from flopwise.meter.kept import Rng, kept_rng
 
 #: A worker that is silent for this long is given up; also 50 times what a batch takes.
 LEAST_TIMEOUT_S = 30.0
+#: While a batch is waited for, it is looked this often whether all workers live.
+LOOK_S = 5.0
 #: Batches that each worker is watched for, whether random numbers are drawn for them.
 WATCHED = 16
 
@@ -158,7 +160,7 @@ def _patient(pool: Any, limit_s: float) -> Callable[[], Any]:
     def get_data() -> Any:
         end = time.monotonic() + limit_s
         while time.monotonic() < end:
-            success, data = held._try_get_data(min(5.0, limit_s))
+            success, data = held._try_get_data(min(LOOK_S, limit_s))
             if success:
                 return data
         raise RuntimeError(f"no batch came within {limit_s:.0f} s")

@@ -334,7 +334,10 @@ class TestOrderAndContent:
 
 class TestFaults:
     @pytest.mark.parametrize("how", ["raises", "dies"])
-    def test_a_worker_that_fails_costs_nothing_but_the_fix(self, how: str, apply: Any) -> None:
+    def test_a_worker_that_fails_costs_nothing_but_the_fix(
+        self, how: str, apply: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("flopwise.fixes.worker_pool.LOOK_S", 0.2)
         bare = drain(loader_of(Squares()))
         loader = loader_of(Sneaky(how))
         applied = apply(loader)
