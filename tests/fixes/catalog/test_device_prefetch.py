@@ -13,6 +13,7 @@ import random
 import time
 from collections import UserDict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,10 +29,10 @@ from torch.utils.data.dataloader import (
 
 from flopwise.fixes.ahead import MOST_UNCLAIMED, MOST_WATCHED
 from flopwise.fixes.catalog import device_prefetch
-from flopwise.fixes.catalog.device_prefetch import DevicePrefetch
+from flopwise.fixes.catalog.device_prefetch import CudaWay, DevicePrefetch
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.interface import Declined, Eligible, Scene
-from flopwise.fixes.moves import GIVES_AWAY
+from flopwise.fixes.moves import GIVES_AWAY, Move
 
 META = torch.device("meta")
 WRAPPED = ("to", "cuda", *GIVES_AWAY)
@@ -671,3 +672,116 @@ class TestUndo:
             assert torch.ones(2).to(torch.float64).dtype == torch.float64
         finally:
             del torch.Tensor.to
+
+
+class FakeEvent:
+    def __init__(self, log: list[str]) -> None:
+        self.log, self.passed = log, False
+
+    def record(self, stream: Any) -> None:
+        self.log.append(f"{stream.name} records")
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.log.append("host waits")
+        self.passed = True
+
+
+class FakeStream:
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_event(self, event: Any) -> None:
+        self.log.append(f"{self.name} waits")
+
+    def synchronize(self) -> None:
+        pass
+
+
+class FakeSurface:
+    """What the link needs of torch.cuda; its device is cpu:0, and copies are done at once."""
+
+    def __init__(self, device: Any) -> None:
+        self.device, self.log = torch.device("cpu:0"), []
+        self.current = FakeStream("compute", self.log)
+        self.pinned = True
+        self.recorded: list[str] = []
+
+    def new_stream(self) -> FakeStream:
+        return FakeStream("copy", self.log)
+
+    def current_stream(self) -> FakeStream:
+        return self.current
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def event(self, timing: bool = False) -> FakeEvent:
+        return FakeEvent(self.log)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return self.pinned
+
+    def record(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        self.recorded.append(stream.name)
+
+
+class TestTheWayToADevice:
+    """The order of fences; what they do on a device is in tests/fixes/test_on_a_gpu.py."""
+
+    @pytest.fixture
+    def way(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setattr("flopwise.kit.input.cuda_surface.CudaSurface", FakeSurface)
+        way = CudaWay(torch.device("cpu:0"), 2)
+        self.x = torch.arange(6.0)
+        self.sent = way.send([self.x])
+        self.copy = way.hand_over(self.sent)[0]
+        self.log = way._cuda.log
+        yield way
+        way.close()
+
+    def test_a_copy_is_waited_for_on_the_stream_that_takes_the_batch(self, way: Any) -> None:
+        assert torch.equal(self.copy, self.x)
+        assert self.copy.data_ptr() != self.x.data_ptr()
+        assert self.log == ["copy records", "compute waits"]
+        way.meet(self.sent, self.copy, Move(way._device, None, False, None))
+        assert self.log == ["copy records", "compute waits"]
+        assert way._cuda.recorded == ["compute"]
+
+    def test_and_on_another_that_moves_it(self, way: Any) -> None:
+        way._cuda.current = FakeStream("side", self.log)
+        way.meet(self.sent, self.copy, Move(way._device, None, False, None))
+        assert self.log[-1] == "side waits"
+        assert way._cuda.recorded == ["compute", "side"]
+
+    def test_the_host_waits_only_where_it_may_write_to_the_source_next(self, way: Any) -> None:
+        way.meet(self.sent, self.copy, Move(way._device, None, True, None))
+        assert self.log[-1] == "host waits"
+        way.meet(self.sent, self.copy, Move(way._device, None, True, None))
+        assert self.log.count("host waits") == 1
+
+    def test_not_where_the_source_was_copied_before(
+        self, way: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        way._cuda.pinned = False
+        monkeypatch.setattr(
+            "flopwise.kit.input.staging.Stage.write", lambda stage, ts: [t.clone() for t in ts]
+        )
+        sent = way.send([self.x])
+        copy = way.hand_over(sent)[0]
+        before = list(self.log)
+        way.meet(sent, copy, Move(way._device, None, True, None))
+        assert self.log == before
+
+    def test_what_was_sent_in_inference_mode_is_an_ordinary_tensor(self, way: Any) -> None:
+        with torch.inference_mode():
+            copy = way.hand_over(way.send([self.x]))[0]
+        assert not copy.is_inference()

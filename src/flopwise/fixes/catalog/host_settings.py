@@ -156,6 +156,8 @@ class _Applied(Applied):
         return self._pauses is None or self._pauses.enough
 
     def failure(self) -> str | None:
+        if self._pauses is not None and self._pauses.enough:
+            self._conclude()
         return self._failure
 
     def verify(self, snapshot: Snapshot) -> Parity:
