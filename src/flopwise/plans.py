@@ -25,18 +25,20 @@ else:
 #: bottleneck hides the rest; compilation last, since it is the slowest to try. (code, name)
 FIXES = (
     ("FW101", "loader-workers"),
+    ("FW109", "device-prefetch"),
+    ("FW110", "host-settings"),
     ("FW102", "fused-optimizer"),
     ("FW103", "channels-last"),
     ("FW106", "tf32-matmul"),
     ("FW104", "bf16-autocast"),
     ("FW107", "needless-mask"),
-    ("FW105", "compile-model"),
-    ("FW115", "cuda-graphs"),
-    ("FW116", "allocator-settings"),
     ("FW111", "padded-dimension"),
     ("FW112", "labelled-logits"),
     ("FW113", "recompute-off"),
     ("FW114", "cudnn-benchmark"),
+    ("FW116", "allocator-settings"),
+    ("FW105", "compile-model"),
+    ("FW115", "cuda-graphs"),
 )
 
 #: A plan has some kilobytes; what is larger is another file.

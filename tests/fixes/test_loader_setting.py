@@ -167,9 +167,38 @@ class TestOrder:
         assert run() == bare
 
 
+class TestMoreWorkers:
+    def test_only_for_loaders_with_as_many_as_the_plan_says(self, install: Any) -> None:
+        install(LoaderSetting(2, had_workers=1))
+        assert DataLoader(Numbers()).num_workers == 0
+        assert DataLoader(Numbers(), num_workers=1).num_workers == 2
+        assert DataLoader(Numbers(), num_workers=2).num_workers == 2
+
+    @pytest.mark.parametrize("persistent", [True, False])
+    @pytest.mark.parametrize("generator", [None, 7])
+    def test_order_and_random_stream_are_the_bare_loaders(
+        self, persistent: bool, generator: int | None, install: Any
+    ) -> None:
+        def run() -> tuple[list[Any], Any, Any]:
+            torch.manual_seed(2)
+            own = None if generator is None else torch.Generator().manual_seed(generator)
+            loader = DataLoader(
+                Numbers(), 4, True, num_workers=1, persistent_workers=persistent, generator=own
+            )
+            seen = [batch.tolist() for _ in range(3) for batch in loader]
+            return seen, torch.rand(3).tolist(), loader
+
+        bare, bare_next, _ = run()
+        install(LoaderSetting(2, had_workers=1))
+        ours, ours_next, loader = run()
+        assert (loader.num_workers, loader.persistent_workers) == (2, True)
+        assert ours == bare
+        assert ours_next == bare_next
+
+
 class TestStored:
     def test_strings_round_trip(self) -> None:
-        setting = LoaderSetting(3, True, False, "x, batch 4, RandomSampler")
+        setting = LoaderSetting(3, True, False, "x, batch 4, RandomSampler", 2)
         assert LoaderSetting.from_strings(setting.as_strings()) == setting
 
     @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
 from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
 from flopwise.fixes.catalog.cudnn_benchmark import CudnnBenchmark
+from flopwise.fixes.catalog.device_prefetch import DevicePrefetch
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.labelled_logits import LabelledLogits
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
@@ -662,3 +663,117 @@ def test_cudnns_search_is_judged_by_a_step_and_the_switch_left_as_it_was() -> No
     assert parity.passed or "cudnn.benchmark off" in parity.detail
     applied.undo()
     assert torch.backends.cudnn.benchmark == before
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 64 * 40
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.full((1000,), float(i)), i
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("spelling", ["to", "non_blocking", "cuda"])
+def test_batches_that_were_sent_are_whole_and_in_order(
+    workers: int, pinned: bool, spelling: str
+) -> None:
+    moves = {
+        "to": lambda t: t.to("cuda"),
+        "non_blocking": lambda t: t.to(CUDA, non_blocking=True),
+        "cuda": lambda t: t.cuda(),
+    }
+    loader = DataLoader(Pairs(), 64, num_workers=workers, pin_memory=pinned)
+    applied = DevicePrefetch().apply(Scene(loaders=[loader], device=CUDA))
+    busy = torch.randn(2048, 2048, device=CUDA)
+    sums, wanted, answered = [], [], 0
+    for k, (x, y) in enumerate(loader):
+        there, labels = moves[spelling](x), moves[spelling](y)
+        for _ in range(5):  # what is queued before the batch is used
+            busy = busy @ busy / 50
+        sums.append(there.double().sum() + labels.sum())
+        wanted.append(float(x.double().sum() + y.sum()))
+        del there, labels
+        if k == 5:
+            parity = applied.verify()
+            assert parity.passed, parity.detail
+        if k > 5:
+            applied.enable() if (k // 6) % 2 else applied.disable()
+        answered = applied._moves.answered
+    applied.undo()
+    assert applied.failure() is None
+    assert answered > 20
+    assert [float(s) for s in sums] == wanted
+    assert "to" not in vars(torch.Tensor)
+
+
+def test_a_batch_moved_on_another_stream_is_waited_for_there() -> None:
+    loader = DataLoader(Pairs(), 64, num_workers=2, pin_memory=True)
+    applied = DevicePrefetch().apply(Scene(loaders=[loader], device=CUDA))
+    applied.enable()
+    side, sums, wanted = torch.cuda.Stream(), [], []
+    for x, _ in loader:
+        with torch.cuda.stream(side):
+            sums.append(x.to(CUDA, non_blocking=True).double().sum())
+        wanted.append(float(x.double().sum()))
+    torch.cuda.synchronize()
+    answered = applied._moves.answered
+    applied.undo()
+    assert answered > 20
+    assert [float(s) for s in sums] == wanted
+
+
+def test_a_host_tensor_may_be_written_to_after_a_blocking_move() -> None:
+    loader = DataLoader(Pairs(), 64, num_workers=0, pin_memory=True)
+    applied = DevicePrefetch().apply(Scene(loaders=[loader], device=CUDA))
+    applied.enable()
+    sums, wanted = [], []
+    for x, _ in loader:
+        wanted.append(float(x.double().sum()))
+        there = x.to(CUDA)
+        x.fill_(-1)
+        sums.append(there.double().sum())
+    applied.undo()
+    assert [float(s) for s in sums] == wanted
+
+
+def test_moves_inside_a_capture_are_torchs_own() -> None:
+    loader = DataLoader(Pairs(), 64, num_workers=2, pin_memory=True)
+    applied = DevicePrefetch().apply(Scene(loaders=[loader], device=CUDA))
+    applied.enable()
+    target = torch.empty(64, 1000, device=CUDA)
+    for k, (x, _) in enumerate(loader):
+        if k != 8:
+            x.to(CUDA)
+            continue
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            target.copy_(x.to(CUDA, non_blocking=True))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(target.cpu(), x)
+        break
+    applied.undo()
+
+
+def test_more_workers_pin_and_keep_order_and_moves_are_answered() -> None:
+    loader = DataLoader(Pairs(), 64, num_workers=1)
+    scene_ = Scene(loaders=[loader], device=CUDA, data_frac=0.5, step_s=0.01, cores=4)
+    more, ahead = LoaderWorkers().apply(scene_), DevicePrefetch().apply(scene_)
+    seen, pinned = [], []
+    for k, (x, y) in enumerate(loader):
+        seen += y.to(CUDA, non_blocking=True).tolist()
+        x.to(CUDA)
+        pinned.append(x.is_pinned())
+        if k == 6:
+            assert more.verify().passed
+            assert ahead.verify().passed
+            more.enable()
+            ahead.enable()
+    answered = ahead._moves.answered
+    more.undo()
+    ahead.undo()
+    assert seen == list(range(64 * 40))
+    assert all(pinned[12:])
+    assert answered > 30

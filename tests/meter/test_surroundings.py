@@ -62,6 +62,13 @@ class TestLoaders:
         if hasattr(os, "sched_getaffinity"):
             assert facts.worker_cores == [sorted(os.sched_getaffinity(0))] * 2
 
+    def test_while_training_runs_they_are_known_by_loader(self, measure: Any) -> None:
+        loader = DataLoader(Slow(), batch_size=4, num_workers=1)
+        surroundings = measure(train_on(loader)).session.surroundings
+        load_s, cpu_s = surroundings.loads()[loader]
+        assert 8e-3 <= load_s < 30e-3
+        assert 0 < cpu_s < load_s / 2
+
     def test_streams_are_timed_too(self, measure: Any) -> None:
         loader = DataLoader(Stream(), batch_size=4, num_workers=1)
         (facts,) = measure(train_on(loader)).record.surroundings.loaders

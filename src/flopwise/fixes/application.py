@@ -44,6 +44,10 @@ def scene_of(session: Session, rows: Sequence[Row] = ()) -> Scene:
         compute_frac=share(lambda row: row.forward_ns + row.backward_ns),
         optimizer_frac=share(lambda row: row.optimizer_ns),
         facts=facts_of(session, session.roots.autocast),
+        loads=session.surroundings.loads(),
+        batches_per_step=sum(max(1, row.micro_batches) for row in rows) / len(rows)
+        if rows
+        else 1.0,
     )
 
 

@@ -71,6 +71,9 @@ class Scene:
     facts: Facts = field(default_factory=Facts)
     #: Findings of the baseline by code, with the gain that each predicted (None: it carried none).
     findings: Mapping[str, float | None] = field(default_factory=dict)
+    #: By loader: seconds that one of its workers takes to load a batch, and of these how many it computes.
+    loads: Mapping[Any, tuple[float, float]] = field(default_factory=dict)
+    batches_per_step: float = 1.0
 
 
 @dataclass(frozen=True)

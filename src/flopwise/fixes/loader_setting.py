@@ -24,12 +24,16 @@ from flopwise.fixes.feed import stamp
 
 @dataclass(frozen=True)
 class LoaderSetting:
-    """Workers for every map-style loader without any whose fingerprint is `match` ("": for all of them)."""
+    """Workers for every map-style loader whose fingerprint is `match` ("": for all of them).
+
+    Only for those that are built with `had_workers` of them: 0 gives workers to loaders without any.
+    """
 
     num_workers: int
     pin_memory: bool = False
     persistent_workers: bool = True
     match: str = ""
+    had_workers: int = 0
 
     def as_strings(self) -> dict[str, str]:
         """Returns the setting as a plan stores it."""
@@ -38,6 +42,7 @@ class LoaderSetting:
             "pin_memory": str(self.pin_memory).lower(),
             "persistent_workers": str(self.persistent_workers).lower(),
             "match": self.match,
+            "had_workers": str(self.had_workers),
         }
 
     @classmethod
@@ -54,6 +59,7 @@ class LoaderSetting:
                 pin_memory=flags[setting.get("pin_memory", "false")],
                 persistent_workers=flags[setting.get("persistent_workers", "true")],
                 match=setting.get("match", ""),
+                had_workers=int(setting.get("had_workers", "0")),
             )
         except KeyError as error:
             raise ValueError(
@@ -88,6 +94,7 @@ class _Patch:
         self._setting = setting
         self._built = built
         self._signature = inspect.signature(DataLoader.__init__)
+        # Loaders whose workers persist by us, and their data set as its workers have it.
         self._ours: weakref.WeakKeyDictionary[DataLoader[Any], object] = weakref.WeakKeyDictionary()
         self._originals = {name: getattr(DataLoader, name) for name in ("__init__", "__iter__")}
         self._replacements = {"__init__": self._init(), "__iter__": self._iter()}
@@ -110,7 +117,6 @@ class _Patch:
                 original(loader, *args, **kwargs)
                 return
             original(*bound.args, **bound.kwargs)
-            self._ours[loader] = None
             if self._built is not None:
                 self._built(loader)
 
@@ -125,7 +131,8 @@ class _Patch:
         except TypeError:
             return None  # the constructor will say it
         asked = bound.arguments
-        if asked.get("num_workers", 0) != 0 or asked.get("batch_size", 1) is None:
+        setting, had = self._setting, asked.get("num_workers", 0)
+        if had != setting.had_workers or asked.get("batch_size", 1) is None:
             return None
         dataset = asked["dataset"]
         if isinstance(dataset, IterableDataset) or get_worker_info() is not None:
@@ -135,16 +142,17 @@ class _Patch:
             or type(loader).__iter__ is not DataLoader.__iter__
         ):
             return None
-        setting = self._setting
         if setting.match and setting.match != _asked_fingerprint(asked):
             return None
         asked["num_workers"] = setting.num_workers
-        asked["persistent_workers"] = setting.persistent_workers
+        if not asked.get("persistent_workers"):
+            asked["persistent_workers"] = setting.persistent_workers
+            self._ours[loader] = None
         if setting.pin_memory and torch.accelerator.is_available():
             asked["pin_memory"] = True
         context = asked.get("multiprocessing_context")
         unset = context is None and multiprocessing.get_start_method(allow_none=True) is None
-        if unset and "fork" in multiprocessing.get_all_start_methods():
+        if unset and not had and "fork" in multiprocessing.get_all_start_methods():
             asked["multiprocessing_context"] = "fork"
         return bound
 

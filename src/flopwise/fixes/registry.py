@@ -8,7 +8,9 @@ from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
 from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
 from flopwise.fixes.catalog.cudnn_benchmark import CudnnBenchmark
+from flopwise.fixes.catalog.device_prefetch import DevicePrefetch
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
+from flopwise.fixes.catalog.host_settings import HostSettings
 from flopwise.fixes.catalog.labelled_logits import LabelledLogits
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.catalog.needless_mask import NeedlessMask
@@ -19,18 +21,20 @@ from flopwise.fixes.interface import HEADINGS, Fix
 
 FIXES: tuple[type[Fix], ...] = (
     LoaderWorkers,
+    DevicePrefetch,
+    HostSettings,
     FusedOptimizer,
     ChannelsLast,
     Tf32Matmul,
     Bf16Autocast,
     NeedlessMask,
-    CompileModel,
-    CudaGraphs,
-    AllocatorSettings,
     PaddedDimension,
     LabelledLogits,
     RecomputeOff,
     CudnnBenchmark,
+    AllocatorSettings,
+    CompileModel,
+    CudaGraphs,
 )
 
 _INTRODUCTION = """\

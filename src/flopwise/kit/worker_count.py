@@ -7,15 +7,30 @@ import math
 from flopwise.hardware import limits
 
 
-def choose_workers(data_frac: float, waits: bool, cores: int) -> int:
+def choose_workers(
+    data_frac: float,
+    waits: bool,
+    cores: int,
+    *,
+    load_frac: float | None = None,
+    speedup: float = 1.0,
+) -> int:
     """Returns how many workers the measured waiting needs, between 1 and the cores.
 
-    Loading takes `data_frac` of a step and the rest takes 1 - data_frac; n workers load one batch every
-    data_frac / n, so ceil(data_frac / (1 - data_frac)) of them keep up. Where loading computes (`waits` is false) one
+    Loading takes `load_frac` of a step and the rest takes 1 - data_frac; n workers load one batch every
+    load_frac / n, so ceil(load_frac / (1 - data_frac)) of them keep up. Where loading computes (`waits` is false) one
     core is left to training.
+
+    Args:
+        data_frac: share of a step that waits for data.
+        waits: loading waits (disk, network) rather than computes.
+        load_frac: the time to load a step's batches in one process, in steps; None: what is waited for, as without
+            workers.
+        speedup: the rest of a step is going to be so many times shorter.
     """
     rest = max(1.0 - data_frac, 1e-3)
-    needed = math.ceil(round(data_frac / rest, 6))
+    load = data_frac if load_frac is None else load_frac
+    needed = math.ceil(round(load * speedup / rest, 6))
     most = cores if waits else max(1, cores - 1)
     return max(1, min(needed, most))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ class Surroundings:
         self._session = session
         self._masks: list[records.CoreMask] = []
         self._loaders: dict[Any, _Loader] = {}
+        self._pages: weakref.WeakKeyDictionary[Any, Page] = weakref.WeakKeyDictionary()
         self._switches = Switches()
         self._first: threads.Sample | None = None
         self._main: threads.Use | None = None
@@ -81,6 +83,7 @@ class Surroundings:
         if held is None:
             return original(loader)
         held.starts += 1
+        self._pages[loader] = held.page
         self._look_at_cores("when a loader started")
         return start(held.page, original, loader)
 
@@ -111,6 +114,15 @@ class Surroundings:
     def found(self, roots: Iterable[nn.Module]) -> None:
         """Counts the parameters of the root modules while they live."""
         self._parameters = parameters_of(roots)
+
+    def loads(self) -> dict[Any, tuple[float, float]]:
+        """Returns how long a worker takes to load a batch and how much of it it computes, s, by training loader."""
+        found = {}
+        for loader, page in list(self._pages.items()):
+            loads, load_ns, cpu_ns = page.loads()
+            if loads:
+                found[loader] = (load_ns / loads * 1e-9, cpu_ns / loads * 1e-9)
+        return found
 
     def record(self) -> records.Surroundings | None:
         """Returns what was seen: at the end of the measurement where that is over, else up to now."""

@@ -430,7 +430,7 @@ class TestFaults:
     def test_a_worker_that_hangs_is_given_up(
         self, apply: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("flopwise.fixes.feed.LEAST_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("flopwise.fixes.worker_pool.LEAST_TIMEOUT_S", 0.5)
         monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
         bare = drain(DataLoader(Squares(), batch_size=4))
         loader = DataLoader(Sneaky("hangs"), batch_size=4)

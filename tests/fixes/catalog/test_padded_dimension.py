@@ -188,6 +188,8 @@ class TestEffect:
         assert not applied.verify(Snapshot(model, (ids(), ids()))).passed
 
     def test_under_autocast_and_compiled(self) -> None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
         model = gpt()
         here = scene(model)
         snapshot = Snapshot(model, (ids(), ids()))
