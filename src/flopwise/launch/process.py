@@ -32,6 +32,7 @@ def run(
     on_timeout: Callable[[], None] | None = None,
     output: Any = None,
     cwd: str | None = None,
+    first: Callable[[], None] | None = None,
 ) -> int:
     """Runs the job to its end and returns its exit code, -n if signal n ended it.
 
@@ -46,6 +47,7 @@ def run(
         on_timeout: called when it is the limit that ends the job.
         output: where its stdout and stderr go; None: where ours go.
         cwd: its working folder; None: ours.
+        first: called in it before the command runs.
 
     Raises:
         OSError: it cannot be started.
@@ -62,6 +64,7 @@ def run(
             cwd=cwd,
             close_fds=owned,
             start_new_session=owned,
+            preexec_fn=first,
         )
         relay.to(child)
         while True:

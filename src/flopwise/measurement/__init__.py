@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -80,6 +81,7 @@ class Measurement:
         timeout_s: float | None = None,
         output: Any = None,
         env: dict[str, str] | None = None,
+        first: Callable[[], None] | None = None,
     ) -> int:
         """Runs the job to its end; returns its exit code, -n if signal n ended it.
 
@@ -97,6 +99,7 @@ class Measurement:
                 timeout_s=timeout_s,
                 on_timeout=lambda: setattr(self, "_overdue_s", timeout_s),
                 output=output,
+                first=first,
             )
         except OSError as error:
             raise UsageError(

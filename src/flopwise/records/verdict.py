@@ -87,6 +87,16 @@ class TimeUse:
 
 
 @dataclass(frozen=True)
+class Write:
+    """A file that the script wrote or removed in a process of a tune, in a copy of its own."""
+
+    path: str  # as the script knows it
+    what: str  # "written" | "removed" | "changed in spite of it": the user's own file is another one
+    n_bytes: int  # in the process that wrote most
+    processes: int = 1  # so many did
+
+
+@dataclass(frozen=True)
 class TuneRecord:
     """One `flopwise tune`."""
 
