@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
 
+from flopwise.launch import apart as apart_module
 from flopwise.launch import command, landlock
 from flopwise.launch.apart import Apart, together
 from flopwise.records.verdict import Write
@@ -232,7 +235,7 @@ def write(p, mode):
 OPS = [lambda p, q: write(p, "w"), lambda p, q: write(p, "a"), lambda p, q: write(p, "r+"), lambda p, q: write(p, "x"), lambda p, q: os.remove(p),
        lambda p, q: os.mkdir(p), lambda p, q: os.rmdir(p), lambda p, q: os.rename(p, q), lambda p, q: os.symlink(rng.choice([q, os.path.basename(q), HERE + "/" + q]), p),
        lambda p, q: os.link(p, q), lambda p, q: sorted(os.listdir(p)), lambda p, q: stat.S_IFMT(os.lstat(p).st_mode), lambda p, q: stat.S_IFMT(os.stat(p).st_mode),
-       lambda p, q: open(p).read()[:40], lambda p, q: os.makedirs(p, exist_ok=True), lambda p, q: shutil.copytree(p, q, symlinks=True), lambda p, q: os.path.realpath(p).replace(HERE, "HERE"),
+       lambda p, q: open(p).read()[:40], lambda p, q: os.makedirs(p, exist_ok=True), lambda p, q: None if (os.path.realpath(q) + "/").startswith(os.path.realpath(p) + "/") else shutil.copytree(p, q, symlinks=True), lambda p, q: os.path.realpath(p).replace(HERE, "HERE"),
        lambda p, q: os.readlink(p).replace(HERE, "HERE"), lambda p, q: os.truncate(p, 1), lambda p, q: sorted(glob.glob(p + "/*")), lambda p, q: shutil.rmtree(p) if n % 3 == 0 and not os.path.islink(p) else None,
        lambda p, q: os.path.samefile(p, q), lambda p, q: shutil.copy(p, q)]
 for n in range(400):
@@ -250,3 +253,110 @@ def test_any_order_of_changes_is_seen_as_without_us(project: Path, seed: int) ->
     bare, apart, _ = both(project, RANDOM.replace("SEED", str(seed)))
     assert apart == bare
     assert "Traceback" not in bare
+
+
+def test_libraries_that_open_files_by_themselves(project: Path) -> None:
+    script = """
+        import torch
+        torch.save({"a": torch.ones(3)}, "ckpt/m.pt"); torch.save(torch.zeros(2), HERE + "/notes.md"); torch.save(1, os.path.join("ckpt", "\u00fc.pt"))
+        print(torch.load("ckpt/m.pt"), torch.load("notes.md", mmap=True), torch.load("ckpt/\u00fc.pt"), os.path.getsize("ckpt/m.pt") > 99)
+        torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.ones(1)), "jit.pt"); print(type(torch.jit.load("jit.pt")).__name__, os.path.exists("jit.pt"))
+        with torch.profiler.profile() as p: torch.ones(3).sum()
+        p.export_chrome_trace("trace.pt"); print(os.path.getsize("trace.pt") > 10)
+        tries(torch.load, "nowhere.pt"); print(isinstance(torch._C.PyTorchFileReader("ckpt/m.pt"), torch._C.PyTorchFileReader))
+        tree()
+    """
+    quiet = "import warnings; warnings.simplefilter('ignore')\n"
+    bare, apart, writes = both(project, script, before=quiet)
+    bare, apart = (re.sub(r"(?m)^.*SyncActivityProfiler.*\n", "", text) for text in (bare, apart))
+    assert apart == bare
+    assert "Traceback" not in bare
+    assert {Path(w.path).name for w in writes} == {"m.pt", "notes.md", "ü.pt", "jit.pt", "trace.pt"}
+
+
+def test_what_passes_by_pythons_functions_is_refused(
+    project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if landlock.abi() < landlock.OLDEST_ABI:
+        pytest.skip("this kernel has no Landlock of version 2")
+    monkeypatch.setattr(apart_module, "SYSTEM", ("/dev", "/proc"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    script = """
+        import subprocess, ctypes
+        for words in (["cp", "notes.md", "copy.md"], ["rm", "-f", "notes.md"], ["sh", "-c", "echo x >> data.txt"], ["mkdir", "m"]):
+            done = subprocess.run(words, capture_output=True, text=True); print(done.returncode != 0, "denied" in done.stderr)
+        c = ctypes.CDLL(None, use_errno=True); print(c.open(b"data.txt", os.O_WRONLY), ctypes.get_errno())
+        open("ours", "w").write("o"); print(open("ours").read())
+    """
+    _, apart, writes = both(project, script)
+    assert apart.split("\n")[:4] == ["True True"] * 4
+    assert apart.split("\n")[4:6] == ["-1 13", "o"]
+    assert [Path(w.path).name for w in writes] == ["ours"]
+
+
+def test_a_folder_that_is_allowed_is_written_to(project: Path) -> None:
+    run = project.with_name("run")
+    run.mkdir()
+    apart = Apart(run, run, [str(project / "ckpt")], guarded=[str(project)])
+    with apart.process(command.environment(run)) as (env, first):
+        code = f"import os; os.chdir({str(project)!r}); open('ckpt/new', 'w'); open('new', 'w')"
+        subprocess.run([sys.executable, "-c", code], env=env, preexec_fn=first, check=True)
+    assert (project / "ckpt" / "new").exists()
+    assert not (project / "new").exists()
+    assert apart.writes == [Write(str(project / "new"), "written", 0)]
+
+
+def test_everywhere_means_that_nothing_is_put_in(project: Path) -> None:
+    run = project.with_name("run")
+    run.mkdir()
+    apart = Apart(run, run, ["/"])
+    with apart.process({}) as (env, first):
+        assert (first, "FLOPWISE_APART" in env, env["WANDB_MODE"]) == (None, False, "offline")
+
+
+def test_what_is_changed_in_spite_of_it_is_said_first(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(landlock, "restriction", lambda _: None)
+    monkeypatch.chdir(project)
+    run = project / "runs" / "r"
+    run.mkdir(parents=True)
+    apart = Apart(run, project / "runs")
+    with apart.process(command.environment(run)) as (env, first):
+        assert first is None
+        code = "import os; open('a', 'w'); os.system('echo x > b; rm notes.md')"
+        subprocess.run([sys.executable, "-c", code], env=env, check=True)
+    listed, more = together([apart.writes, [Write(str(project / "a"), "written", 7)]])
+    assert more == 0
+    assert listed == [
+        Write(str(project / "b"), "changed in spite of it", 2),
+        Write(str(project / "notes.md"), "changed in spite of it", 0),
+        Write(str(project / "a"), "written", 7, 2),
+    ]
+
+
+def test_a_process_that_cannot_be_redirected_does_not_run(tmp_path: Path) -> None:
+    env = {
+        **command.environment(tmp_path),
+        "FLOPWISE_APART": str(tmp_path),
+        "PYTHONPATH": command.SITE,
+    }
+    code = "import flopwise.launch.redirect"
+    broken = tmp_path / "flopwise"
+    shutil.copytree(
+        Path(command.SITE).parent.parent, broken, ignore=shutil.ignore_patterns("kit", "trace")
+    )
+    (broken / "launch" / "view.py").write_text("raise RuntimeError('broken')")
+    env["PYTHONPATH"] = str(broken / "launch" / "site")
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 70
+    assert "cannot redirect what this process writes (RuntimeError('broken'))" in done.stderr
+
+
+def test_starting_a_process_costs_little(project: Path) -> None:
+    """Nothing of it is loaded in a process that is not apart."""
+    code = "import sys; print([n for n in sys.modules if n.startswith('flopwise')])"
+    env = command.environment(project)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)  # fmt: skip
+    assert done.stdout.strip() == "[]"

@@ -51,7 +51,9 @@ class Apart:
     folder: Path  # of the process; ours
     out: Path  # of the whole tune
     allowed: Sequence[str] = ()  # folders of the user's in which it may write as ever
-    guarded: Sequence[str] = ()  # folders of the user's that are none of the free ones, wherever they lie
+    guarded: Sequence[
+        str
+    ] = ()  # folders of the user's that are none of the free ones, wherever they lie
     writes: list[Write] = field(default_factory=list)
     held: bool = False  # the kernel refuses what is not redirected
     _seen: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -72,13 +74,12 @@ class Apart:
             yield env, None
             return
         place = Path(os.path.realpath(self.folder)) / FOLDER
-        place.mkdir()
         trackers = place.with_name("trackers")
         trackers.mkdir()
         for name, part in TRACKERS.items():
             (trackers / part).mkdir()
             env[name] = str(trackers / part)
-        os.utime(place, ns=(0, 0))
+        view.prepare(str(place))
         free = self._free()
         guarded = [path for path in self._guarded() if path not in _both(self.allowed)]
         env[redirect.APART] = redirect.value(str(place), free, guarded)
@@ -87,7 +88,7 @@ class Apart:
         self.held = restriction is not None
         # A rule of the kernel's cannot take out an inner folder: a project in /tmp, say, is looked through, too.
         looked_at = [path for path in guarded if restriction is None or _inside(path, free)]
-        self._seen = dict(_look(looked_at, self.out))
+        self._seen = dict(self._look(looked_at))
         try:
             yield env, restriction[1] if restriction is not None else None
         finally:
@@ -123,16 +124,31 @@ class Apart:
     def _conclude(self, place: Path, trackers: Path, looked_at: Sequence[str]) -> None:
         for path, what, size in view.written(str(place)):
             self.writes.append(Write(path, what, size))
-        now = dict(_look(looked_at, self.out))
+        now = dict(self._look(looked_at))
         for path in sorted({*now, *self._seen}):
             if self._seen.get(path) != now.get(path):
                 size = now.get(path, (0, 0))[1]
                 self.writes.append(Write(path, "changed in spite of it", size))
         for folder in (place, trackers):
             shutil.rmtree(folder, ignore_errors=True)
-        for path in self._made:
+        for made in self._made:
             with contextlib.suppress(OSError):
-                path.rmdir()  # if nothing has been put into it
+                made.rmdir()  # if nothing has been put into it
+
+    def _look(self, folders: Sequence[str]) -> Iterator[tuple[str, tuple[int, int]]]:
+        """Yields the files below some folders, the first so many, each with its time and size."""
+        left = MOST_LOOKED_AT
+        but = {os.path.realpath(path) for path in (str(self.out), *self.allowed)}
+        for folder in dict.fromkeys(os.path.realpath(folder) for folder in folders):
+            for where, inner, names in os.walk(folder):
+                inner[:] = [name for name in sorted(inner) if os.path.join(where, name) not in but]
+                for path in (os.path.join(where, name) for name in sorted(names)):
+                    with contextlib.suppress(OSError):
+                        at = os.lstat(path)
+                        yield path, (at.st_mtime_ns, at.st_size)
+                    left -= 1
+                    if left <= 0:
+                        return
 
 
 def together(writes: Sequence[Sequence[Write]]) -> tuple[list[Write], int]:
@@ -158,19 +174,3 @@ def _both(paths: Sequence[str]) -> list[str]:
 
 def _inside(path: str, folders: Sequence[str]) -> bool:
     return any((path + "/").startswith(folder.rstrip("/") + "/") for folder in folders)
-
-
-def _look(folders: Sequence[str], but: Path) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yields the files below some folders, the first so many, each with its time and size; what is in `but` is left out."""
-    left = MOST_LOOKED_AT
-    ours = os.path.realpath(but)
-    for folder in dict.fromkeys(os.path.realpath(folder) for folder in folders):
-        for where, inner, names in os.walk(folder):
-            inner[:] = [n for n in sorted(inner) if os.path.join(where, n) != ours]
-            for path in (os.path.join(where, name) for name in sorted(names)):
-                with contextlib.suppress(OSError):
-                    at = os.lstat(path)
-                    yield path, (at.st_mtime_ns, at.st_size)
-                left -= 1
-                if left <= 0:
-                    return

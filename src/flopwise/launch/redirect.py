@@ -1,7 +1,7 @@
 """Has a process write into a folder of ours instead of the user's files, and read there what it has written.
 
 Put in by the start-up hook of a trial, before the script: Python's functions that open, make, move, remove and list files are
-replaced by ones that look at a `View` first, and so are those of well-known libraries that open files by themselves.
+replaced by ones that look at a `View` first. Libraries that open files by themselves: see `libraries`.
 Standard library only, and only what Python has loaded by itself.
 """
 
@@ -14,11 +14,13 @@ import os
 import stat
 import sys
 
+from flopwise.launch import libraries
 from flopwise.launch import view as views
+from flopwise.launch.entries import Entries
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import Any
 
     from flopwise.launch.view import View
@@ -29,22 +31,6 @@ APART = "FLOPWISE_APART"
 _FOLLOWS = "follow_symlinks"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _UNNAMED = getattr(os, "O_TMPFILE", 0) & ~getattr(os, "O_DIRECTORY", 0)
-
-#: Functions of libraries that open a file by its path themselves: module, name in it, position of the path, and how.
-LIBRARIES = (
-    ("_sqlite3", "connect", 0, "database"),
-    ("torch", "_C.PyTorchFileWriter", 0, "new"),
-    ("torch", "_C.PyTorchFileReader", 0, "read"),
-    ("torch", "_C.ScriptModule.save", 1, "new"),
-    ("torch", "_C.import_ir_module", 1, "read"),
-    ("torch", "_C._autograd._ProfilerResult.save", 1, "new"),
-    ("safetensors._safetensors_rust", "serialize_file", 1, "new"),
-    ("safetensors._safetensors_rust", "safe_open", 0, "read"),
-    ("pyarrow", "memory_map", 0, "mode"),
-    ("pyarrow", "OSFile", 0, "mode"),
-    ("cv2", "imwrite", 0, "new"),
-    ("cv2", "imread", 0, "read"),
-)
 
 
 def value(folder: str, free: list[str], guarded: list[str]) -> str:
@@ -99,18 +85,15 @@ class _Redirect:
                 put = _Put(original, getattr(self, name))
             for known in (os.supports_follow_symlinks, os.supports_effective_ids):
                 if original in known:
-                    known.add(put)  # type: ignore[arg-type]
+                    known.add(put)
             setattr(os, name, put)
             new[id(original)] = put
         opened = _Put(self.real_open, self.open_file)
         new[id(self.real_open)] = opened
-        builtins.open = io.open = opened  # type: ignore[assignment]
+        builtins.open = io.open = opened
         io.FileIO = _file_io(self)  # type: ignore[misc]
         _rebind(new)
-        finder = _Finder(self)
-        for name in {library[0] for library in LIBRARIES} & set(sys.modules):
-            finder.loaded(name)
-        sys.meta_path.insert(0, finder)
+        libraries.watch(libraries.Places(self.view))
 
     # ------------------------------------------------------------------ names
 
@@ -134,7 +117,7 @@ class _Redirect:
         name = self.name(path, dir_fd)
         if self.view.is_free(name):
             return name
-        found = self.view.real(self.view.resolve(name, follow))
+        found = self.view.find(name, follow)[1]
         if not found:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return found
@@ -280,10 +263,12 @@ class _Redirect:
         if not self.view.touched():
             return self.was["scandir"](path)
         try:
-            resolved = self.resolved(path)
+            resolved, real = self.view.find(self.name(path))
+            if not real:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
             # The entries of a folder that is reached by a link have the names that lead there.
             if self.view.merged(resolved) or resolved != self.name(path):
-                return _Entries(self, path, resolved)
+                return Entries(self.view, path, resolved)
             return self.was["scandir"](path)
         except OSError as error:
             raise _of(error, path) from None
@@ -397,83 +382,6 @@ class _Redirect:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         self.was["mkfifo"](self.view.make_room(resolved), mode)
 
-    # ------------------------------------------------------------------ libraries
-
-    def place(self, path: Any, how: str) -> Any:
-        """Returns the path that a library is to open instead of `path`.
-
-        Args:
-            path: as it was given; what is no path is returned as it is.
-            how: "read", "new" (its content is not wanted) or "keep".
-        """
-        if not isinstance(path, (str, bytes, os.PathLike)):
-            return path
-        if how == "read":
-            return path if not self.view.touched() else self._or_missing(path)
-        resolved = self.resolved(path)
-        if self.view.is_free(resolved):
-            return path
-        seen = self.view.exists(resolved)
-        if seen is not None and stat.S_ISDIR(seen.st_mode):
-            return path
-        return self.view.own(resolved, empty=how == "new")
-
-    def _or_missing(self, path: Any) -> Any:
-        try:
-            return self.real(path)
-        except FileNotFoundError:  # the library says so in its own words
-            return self.view.upper(self.resolved(path))
-
-    def database(self, path: Any) -> Any:
-        """Returns where a database of SQLite is to be opened, with the files that it keeps beside it."""
-        text = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
-        if not text or text == ":memory:":
-            return path
-        if not text.startswith("file:"):
-            return self._database(text)
-        name, mark, options = text[5:].partition("?")
-        if not name or name == ":memory:" or "mode=memory" in options or name.startswith("//"):
-            return path
-        if "mode=ro" in options or "immutable=1" in options:
-            return f"file:{self.place(name, 'read')}{mark}{options}"
-        return f"file:{self._database(name)}{mark}{options}"
-
-    def _database(self, path: str) -> str:
-        for end in ("-wal", "-shm", "-journal"):
-            if self.view.exists(self.resolved(path + end)) is not None:
-                self.place(path + end, "keep")
-        return os.fsdecode(self.place(path, "keep"))
-
-    def patched(self, original: Any, position: int, how: str) -> Callable[..., Any]:
-        """Returns a library's function that opens where `place` says."""
-
-        def placed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-            if len(args) <= position:
-                return args
-            path = args[position]
-            if how == "database":
-                path = self.database(path)
-            elif how == "mode":
-                mode = str(args[position + 1] if len(args) > position + 1 else kwargs.get("mode"))
-                reads = mode in ("None", "r", "rb")
-                path = self.place(path, "read" if reads else "keep")
-            else:
-                path = self.place(path, how)
-            return (*args[:position], path, *args[position + 1 :])
-
-        if isinstance(original, type):
-            try:
-                return _kind(original, placed)
-            except TypeError:  # it has no subclasses
-                pass
-
-        def opens(*args: Any, **kwargs: Any) -> Any:
-            return original(*placed(args, kwargs), **kwargs)
-
-        opens.__name__ = getattr(original, "__name__", "opens")
-        opens.__doc__ = getattr(original, "__doc__", None)
-        return opens
-
 
 #: Functions that read something of a path, and whether they follow a link at its end.
 READS = {
@@ -488,142 +396,9 @@ OTHERS = (
 )  # fmt: skip
 
 
-class _Entry:
-    """An os.DirEntry of a folder that is partly the script's."""
-
-    def __init__(self, redirect: _Redirect, name: Any, path: Any, resolved: str) -> None:
-        self.name, self.path = name, path
-        self._redirect, self._resolved = redirect, resolved
-
-    def __fspath__(self) -> Any:
-        return self.path
-
-    def __repr__(self) -> str:
-        return f"<DirEntry {self.name!r}>"
-
-    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        view = self._redirect.view
-        resolved = view.resolve(self._resolved) if follow_symlinks else self._resolved
-        seen = view.exists(resolved)
-        if seen is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
-        return seen
-
-    def inode(self) -> int:
-        return self.stat(follow_symlinks=False).st_ino
-
-    def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return self._is(stat.S_ISDIR, follow_symlinks)
-
-    def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return self._is(stat.S_ISREG, follow_symlinks)
-
-    def is_symlink(self) -> bool:
-        return self._is(stat.S_ISLNK, False)
-
-    def is_junction(self) -> bool:
-        return False
-
-    def _is(self, kind: Callable[[int], bool], follow: bool) -> bool:
-        try:
-            return kind(self.stat(follow_symlinks=follow).st_mode)
-        except OSError:
-            return False
-
-
-class _Entries:
-    """An iterator over them, as os.scandir gives it."""
-
-    def __init__(self, redirect: _Redirect, path: Any, resolved: str) -> None:
-        as_bytes = isinstance(path, bytes)
-        given = os.fspath(path) if not isinstance(path, int) else ""
-        base = resolved.rstrip("/")
-
-        def entries() -> Iterator[_Entry]:
-            for name in redirect.view.names(resolved):
-                word: Any = os.fsencode(name) if as_bytes else name
-                whole = word if isinstance(path, int) else os.path.join(given, word)
-                yield _Entry(redirect, word, whole, f"{base}/{name}")
-
-        redirect.view.names(resolved)  # raises what it has to now
-        self._entries = entries()
-
-    def __iter__(self) -> _Entries:
-        return self
-
-    def __next__(self) -> _Entry:
-        return next(self._entries)
-
-    def __enter__(self) -> _Entries:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Ends it."""
-        self._entries = iter(())  # type: ignore[assignment]
-
-
-class _Finder:
-    """A finder that finds nothing itself: it learns when one of `LIBRARIES` has been imported."""
-
-    def __init__(self, redirect: _Redirect) -> None:
-        self._redirect = redirect
-        self._names = {library[0] for library in LIBRARIES}
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in self._names:
-            return None
-        spec = None
-        for finder in list(sys.meta_path):
-            find = getattr(finder, "find_spec", None)
-            if finder is not self and find is not None:
-                spec = find(name, path, target)
-                if spec is not None:
-                    break
-        loader: Any = getattr(spec, "loader", None)
-        run = getattr(loader, "exec_module", None)
-        if run is None:
-            return spec
-        given = vars(loader).get("exec_module") if hasattr(loader, "__dict__") else None
-
-        def exec_module(module: Any) -> None:
-            if vars(loader).get("exec_module") is exec_module:
-                if given is not None:
-                    loader.exec_module = given
-                else:
-                    del loader.exec_module
-            run(module)
-            self.loaded(name)
-
-        try:
-            loader.exec_module = exec_module
-        except Exception:
-            pass
-        return spec
-
-    def loaded(self, name: str) -> None:
-        """Puts ours into a library that has been imported; what it does not have is left alone."""
-        for module, inner, position, how in LIBRARIES:
-            if module != name:
-                continue
-            *outer, last = inner.split(".")
-            owner: Any = sys.modules.get(module)
-            for part in outer:
-                owner = getattr(owner, part, None)
-            original = getattr(owner, last, None)
-            if original is None:
-                continue
-            try:
-                setattr(owner, last, self._redirect.patched(original, position, how))
-            except (AttributeError, TypeError):
-                continue
-
-
 def _file_io(redirect: _Redirect) -> Any:
     """Returns io.FileIO, opening where the view says; files that Python has opened by itself are instances, too."""
-    original = io.FileIO
+    original: Any = io.FileIO
 
     class Kind(type(original)):  # type: ignore[misc]
         def __instancecheck__(cls, thing: object) -> bool:
@@ -642,18 +417,6 @@ def _file_io(redirect: _Redirect) -> Any:
 
     FileIO.__module__ = "_io"
     return FileIO
-
-
-def _kind(original: type, placed: Callable[..., tuple[Any, ...]]) -> type:
-    """Returns a class in the place of a library's, which opens where `placed` says."""
-
-    class Placed(original):  # type: ignore[misc, valid-type]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*placed(args, kwargs), **kwargs)
-
-    Placed.__name__, Placed.__qualname__ = original.__name__, original.__qualname__
-    Placed.__module__, Placed.__doc__ = original.__module__, original.__doc__
-    return Placed
 
 
 def _rebind(new: dict[int, Any]) -> None:

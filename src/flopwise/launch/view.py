@@ -5,7 +5,7 @@ trial, before the script. All state is on disk, so that forked and spawned proce
 Below the folder:
 
 - `files/` followed by a file's own absolute path: what was written (the upper layer);
-- `gone/` likewise, an empty file: what is no longer there of the user's files. A file in `gone/` hides all that the
+- `gone/`, made beforehand, likewise, an empty file: what is no longer there of the user's files. A file in `gone/` hides all that the
   user has at and below that path; what the script makes there anew is in `files/`, which comes first.
 """
 
@@ -59,7 +59,7 @@ class View:
     def touched(self) -> bool:
         """Returns whether any process has written or removed anything: until then all files are the user's.
 
-        The folder is made with a time of 0, which whoever first puts something into it changes.
+        The folder and `gone` in it are made with a time of 0, which whoever first puts something into them changes.
         """
         if not self._touched:
             self._touched = _stat(self.folder).st_mtime_ns != 0
@@ -95,10 +95,19 @@ class View:
         Raises:
             OSError: a folder on the way is not there or is none, or a loop of links.
         """
+        return self.find(path, follow)[0]
+
+    def find(self, path: str, follow: bool = True) -> tuple[str, str]:
+        """Returns a path as `resolve` does, and the file behind it: see `real`.
+
+        Raises:
+            OSError: a folder on the way is not there or is none, or a loop of links.
+        """
         path = self.absolute(path)
         head, slash, tail = path.rpartition("/")
         if tail in ("", ".", "..") or not slash:
-            return self._walk(path, follow)
+            whole = self._walk(path, follow)
+            return whole, self.real(whole)
         folder = self._resolved.get(head)
         if folder is None:
             folder = self._walk(head, True)
@@ -109,12 +118,16 @@ class View:
                 self._resolved.clear()
             self._resolved[head] = folder
         name = f"{folder.rstrip('/')}/{tail}"
-        if not follow:
-            return name
-        seen = self._lstat(name)
-        if seen is None or not stat.S_ISLNK(seen.st_mode):
-            return name
-        return self._walk(name, True)
+        real = self.real(name)
+        if not follow or not real:
+            return name, real
+        try:
+            if not stat.S_ISLNK(_lstat(real).st_mode):
+                return name, real
+        except OSError:
+            return name, real
+        whole = self._walk(name, True)
+        return whole, self.real(whole)
 
     def forget(self) -> None:
         """Forgets where folders lead: one of them has been moved, removed, or become a link."""
@@ -161,7 +174,7 @@ class View:
     def hidden(self, path: str) -> bool:
         """Returns whether what the user has at a resolved path is removed."""
         if not self._hides:
-            self._hides = _is_there(self.gone)
+            self._hides = _stat(self.gone).st_mtime_ns != 0
             if not self._hides:
                 return False
         try:
@@ -249,7 +262,7 @@ class View:
             return
         self._touched = True
         if not self.hidden(path):
-            try:
+            try:  # noqa: SIM105 - contextlib is not loaded yet
                 _chmod(upper, stat.S_IMODE(_stat(path).st_mode) | 0o700)
             except OSError:
                 pass
@@ -292,6 +305,8 @@ class View:
         """Marks what the user has at a resolved path as removed, if there is anything."""
         if not _is_there(path) or self.hidden(path):
             return
+        if not _is_there(self.files):
+            _make_folders(self.files)
         mark = self.gone + path
         if _is_there(mark):
             _remove_tree(mark)
@@ -430,7 +445,7 @@ def _move(source: str, target: str, seen: os.stat_result) -> None:
 def _make_folders(path: str) -> None:
     if not _is_there(path):
         _make_folders(os.path.dirname(path))
-        try:
+        try:  # noqa: SIM105
             _mkdir(path)
         except FileExistsError:
             pass
@@ -443,6 +458,15 @@ def _remove_tree(path: str) -> None:
         _rmdir(path)
     else:
         _unlink(path)
+
+
+def prepare(folder: str) -> None:
+    """Makes the folder of a view, before any process uses it."""
+    gone = os.path.join(folder, "gone")
+    _mkdir(folder)
+    _mkdir(gone)
+    for path in (gone, folder):
+        _utime(path, ns=(0, 0))
 
 
 def written(folder: str) -> Iterator[tuple[str, str, int]]:
