@@ -54,7 +54,7 @@ def test_a_plan_comes_back_as_it_was(job: Job, in_folder: Path) -> None:
     [
         (lambda text: "[", "not TOML"),
         (lambda text: "", "schema 'None'"),
-        (lambda text: text.replace("plan/1", "plan/2"), "schema 'flopwise.plan/2', this flopwise reads"),
+        (lambda text: text.replace("plan/2", "plan/3"), "schema 'flopwise.plan/3', this flopwise reads"),
         (lambda text: text.replace('code = "FW102"', "code = 102"), "Expected `str`, got `int`"),
         (lambda text: text.replace('fused = "true"', "fused = true"), "Expected `str`, got `bool`"),
         (lambda text: text.replace("device =", "machine ="), "missing required field `device`"),

@@ -15,14 +15,16 @@ import pytest
 
 from flopwise import tuning
 from flopwise.launch import process
-from flopwise.launch.command import RUN, Job
+from flopwise.launch.command import RUN
 from flopwise.measurement import ceilings
 from flopwise.records import ceilings as ceilings_records
 from flopwise.records import store
 from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
 from flopwise.records.rank import RankRecord
 from flopwise.records.verdict import Comparison, Trial, TuneRecord
+from flopwise.tuning import state as states
 from flopwise.tuning.budget import Budget
+from flopwise.tuning.state import Asked
 
 CEILINGS = CeilingsRecord(
     schema=ceilings_records.SCHEMA, flopwise="0", created="2026-01-01T00:00:00+00:00", device_type="cpu",
@@ -91,20 +93,36 @@ class Stage:
         step_ms = {"baseline": 30}.get(name, 5 if fixes else 10) + len(self.options) / 100
         return self.make_rank(steps=40, step_ns=int(step_ms * 1e6), notes=notes, **self.fields)
 
-    def tune(self, budget_s: float = 600) -> TuneRecord:
-        """Returns the record of a tune of two fixes, three processes an arm in its proof."""
-        script = self.folder / "train.py"
-        script.write_text("")
-        job = Job(["python", str(script)], "train.py", str(script), ["train.py"])
+    def asked(self, budget_s: float = 600, **changes: Any) -> Asked:
+        """Returns a tune of two fixes, three processes an arm in its proof."""
+        script = self.folder.parent / "script" / "train.py"
+        script.parent.mkdir(exist_ok=True)
+        if not script.exists():
+            script.write_text("")
+        given: dict[str, Any] = {
+            "command": ["flopwise", "tune", "train.py"], "argv": ["python", str(script)], "script": "train.py",
+            "file": str(script), "typed": ["train.py"], "codes": ["FW101", "FW102"], "budget_s": budget_s,
+            "per_fix_s": 30, "processes": 3, "proof_steps": 40, **changes,
+        }  # fmt: skip
+        return Asked(**given)
+
+    def tuning(self, budget_s: float = 600, **changes: Any) -> tuning.Tuning:
+        """Returns such a tune, about to begin."""
         budget = Budget(budget_s, processes=3, proof_steps=40, clock=lambda: self.now)
-        return tuning.Tuning(job, self.folder, ("FW101", "FW102"), budget, 30, quiet=True).run()
+        begun = states.begin(self.asked(budget_s, **changes))
+        return tuning.Tuning(begun, self.folder, budget, quiet=True)
+
+    def tune(self, budget_s: float = 600, **changes: Any) -> TuneRecord:
+        """Returns the record of such a tune."""
+        return self.tuning(budget_s, **changes).run()
 
 
 @pytest.fixture
 def stage(
     make_rank: Callable[..., RankRecord], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Stage:
-    made = Stage(make_rank, tmp_path)
+    made = Stage(make_rank, tmp_path / "tune")
+    made.folder.mkdir()
     monkeypatch.setattr(process, "run", made.run)
     monkeypatch.setattr(ceilings, "of_rank", lambda *_, **__: CEILINGS)
     return made

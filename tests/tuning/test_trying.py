@@ -66,10 +66,23 @@ def test_one_that_has_no_time_left_too(stage: Stage) -> None:
 def test_one_that_fails_is_said_to_with_where_its_output_is(
     stage: Stage, code: int, ending: str
 ) -> None:
-    stage.ends = {"trials-1": code}
+    stage.ends = {f"trials-{n}": code for n in (1, 2, 3)}
     reason, notes = last_reason(stage)
     assert reason == f"the script {ending} before it could be tried, or while it was"
     assert notes == [
         f"a trial process: the script {ending} and left no result. "
-        f"Its output is in {stage.folder}/trials-1/output.txt"
+        f"Its output is in {stage.folder}/trials-{n}/output.txt"
+        for n in (1, 2, 3)
     ]
+
+
+def test_of_several_fixes_the_one_that_ends_the_process_is_found_and_the_others_are_tried(
+    stage: Stage,
+) -> None:
+    stage.ends = {"trials-1": -signal.SIGKILL, "trials-2": -signal.SIGKILL}
+    stage.trials = [([FUSED], AA, [])]
+    record = stage.tune()
+    assert [(t.fix, t.verdict) for t in record.trials] == [("FW101", "declined"), ("FW102", "kept")]
+    assert "was ended by SIGKILL" in record.trials[0].reason
+    tried = [stage.options[f"trials-{n}"]["trial"]["fixes"] for n in (1, 2, 3)]
+    assert tried == [["FW101", "FW102"], ["FW101"], ["FW102"]]

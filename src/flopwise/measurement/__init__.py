@@ -60,6 +60,7 @@ class Measurement:
     created: str = field(
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )
+    look: Callable[[], None] | None = None  # called again and again while a job of ours runs
     _told: int = 0  # how many of the notes were there before the job started
     _ended_by: int | None = None  # the signal that ended the job
     _overdue_s: float | None = None  # the time limit of ours that ended it
@@ -199,6 +200,8 @@ class Measurement:
 
     def _goes_on(self) -> bool:
         """Returns whether the script goes on though it was to end once measured."""
+        if self.look is not None:
+            self.look()
         self._went_on = any(self.folder.glob(folders.GOES_ON))
         return self._went_on
 
