@@ -19,7 +19,8 @@ from pathlib import Path
 from flopwise.launch import landlock, redirect, view
 from flopwise.records.verdict import Write
 
-FOLDER = "apart"
+#: In the folder of a process: what it writes, and what its experiment trackers do.
+FOLDER, TRACKER_FOLDER = "apart", "trackers"
 #: System folders, and variables that name caches, in which a process writes as ever.
 SYSTEM = ("/dev", "/proc", "/sys", "/run", "/tmp", "/var/tmp", "/var/cache")
 CACHES = (
@@ -74,7 +75,7 @@ class Apart:
             yield env, None
             return
         place = Path(os.path.realpath(self.folder)) / FOLDER
-        trackers = place.with_name("trackers")
+        trackers = place.with_name(TRACKER_FOLDER)
         trackers.mkdir()
         for name, part in TRACKERS.items():
             (trackers / part).mkdir()
@@ -149,6 +150,19 @@ class Apart:
                     left -= 1
                     if left <= 0:
                         return
+
+
+def abandoned(folder: Path) -> list[Write]:
+    """Returns what a process wrote that nobody has concluded, and removes it.
+
+    Args:
+        folder: of the process.
+    """
+    place = folder / FOLDER
+    found = [Write(*one) for one in view.written(str(place))] if place.is_dir() else []
+    for path in (place, folder / TRACKER_FOLDER):
+        shutil.rmtree(path, ignore_errors=True)
+    return found
 
 
 def together(writes: Sequence[Sequence[Write]]) -> tuple[list[Write], int]:

@@ -139,17 +139,16 @@ class _Finder:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._names = {library[0] for library in LIBRARIES}
+        self._asking: set[str] = set()
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in self._names:
-            return None
-        spec = None
-        for finder in list(sys.meta_path):
-            find = getattr(finder, "find_spec", None)
-            if finder is not self and find is not None:
-                spec = find(name, path, target)
-                if spec is not None:
-                    break
+        if name not in self._names or name in self._asking:
+            return None  # another finder that asks the rest, as ours does, is asking ours
+        self._asking.add(name)
+        try:
+            spec = self._found(name, path, target)
+        finally:
+            self._asking.discard(name)
         loader: Any = getattr(spec, "loader", None)
         run = getattr(loader, "exec_module", None)
         if run is None:
@@ -170,6 +169,16 @@ class _Finder:
         except Exception:
             pass
         return spec
+
+    def _found(self, name: str, path: Any, target: Any) -> Any:
+        """Returns the spec that the finders after ours give; one before it that asks the rest would be asked twice."""
+        finders = list(sys.meta_path)
+        for finder in finders[finders.index(self) + 1 :] if self in finders else finders:
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if find is not None else None
+            if spec is not None:
+                return spec
+        return None
 
     def loaded(self, name: str) -> None:
         """Puts ours into a library that has been imported; what it does not have is left alone."""

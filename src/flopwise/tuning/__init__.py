@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -327,6 +326,9 @@ def resume(folder: Path, *, budget_s: float | None, force: bool, quiet: bool) ->
     state = states.again(states.load(folder), budget_s)
     changed = states.check(state, force=force)
     notes = [f"taken up by force: {one}" for one in changed]
+    cut_off = folder / state.running if state.running is not None else None
+    if cut_off is not None:
+        state.used_s += _ran_s(cut_off)
     budget = Budget(
         state.used_s + state.asked.budget_s,
         state.asked.processes,
@@ -334,17 +336,23 @@ def resume(folder: Path, *, budget_s: float | None, force: bool, quiet: bool) ->
         spent=dict(state.spent),
         before_s=state.used_s,
     )
-    for left in [*folder.glob("*/apart"), *folder.glob("*/trackers")]:
-        shutil.rmtree(left, ignore_errors=True)  # of a process that was cut off
+    if cut_off is not None:
+        state.writes.append(apart.abandoned(cut_off))
     state.trials = [
         t for t in state.trials if t.verdict != "declined" or not t.reason.startswith(OF_TIME)
     ]
     tuning = Tuning(state, folder, budget, quiet, notes)
-    if state.running is not None and state.running.startswith("trials-"):
-        read(folder / state.running, tuning.tried)  # what it had found when it was cut off
+    if cut_off is not None and cut_off.name.startswith("trials-"):
+        read(cut_off, tuning.tried)  # what it had found by then
     if any(code not in {t.fix for t in state.trials} for code in state.asked.codes):
         state.tried = False
     return tuning
+
+
+def _ran_s(folder: Path) -> float:
+    """Returns how long a process that was cut off had run, from the files that it left."""
+    times = [path.stat().st_mtime for path in folder.glob("*") if path.is_file()]
+    return max(times) - min(times) if times else 0.0
 
 
 def tune_command(tuning: Tuning, *, json_path: str | None) -> int:
