@@ -58,7 +58,7 @@ def _attach(folder: str) -> None:
     if options.get("apply"):
         from flopwise.fixes import application
 
-        application.install(meter, options["apply"])
+        application.install(meter, options["apply"], options.get("expected"))
     if trial:
         from flopwise.fixes import driver
 
