@@ -48,6 +48,15 @@ class Stage:
     removes: dict[str, Path] = field(default_factory=dict)  # by name: a folder that it removes
     goes_on: str | None = None  # beginning of the names of those that go on once measured
     fields: dict[str, Any] = field(default_factory=dict)  # of the rank records
+    cuts: dict[str, BaseException] = field(default_factory=dict)  # by name: what ends us, too
+    looks: Callable[[str], object] = lambda name: None  # is told what begins
+    envs: Callable[[str, dict[str, str]], object] = lambda name, env: (
+        None
+    )  # and in which environment
+    surveys: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # what fixes answer in trial processes
+    new_ms: dict[str, float] = field(default_factory=dict)  # by fix: its steps; else 5 with fixes
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     limits_s: dict[str, float] = field(default_factory=dict)
 
@@ -57,6 +66,8 @@ class Stage:
         name, limit_s = folder.name, how["timeout_s"]
         options = self.options[name] = json.loads((folder / "launch.json").read_text())
         self.limits_s[name] = limit_s
+        self.looks(name)
+        self.envs(name, env)
         takes_s = next((s for n, s in self.takes_s.items() if name.startswith(n)), 10.0)
         self.now += min(takes_s, limit_s)
         if name in self.removes:
@@ -67,6 +78,13 @@ class Stage:
             return -signal.SIGTERM
         if self.ends.get(name):
             return self.ends[name]
+        if "survey" in options:
+            survey = {"schema": "flopwise.survey/1", "fixes": self.surveys}
+            (folder / "survey.json").write_text(json.dumps(survey))
+        if name == "survey":
+            return 0
+        if name in self.cuts and not name.startswith("trials-"):
+            raise self.cuts[name]
         if not name.startswith("trials-"):
             rank = self.rank(name, options)
             store.write(folder / "ranks" / "r.json", rank)
@@ -82,6 +100,8 @@ class Stage:
                 "aa": dataclasses.asdict(aa) if aa else None, "notes": notes,
             }  # fmt: skip
             (folder / "trials.json").write_text(json.dumps(content))
+        if name in self.cuts:
+            raise self.cuts[name]
         return 0
 
     def rank(self, name: str, options: dict[str, Any]) -> RankRecord:
@@ -90,7 +110,8 @@ class Stage:
         notes = [f"planned fix {code} x left out: why" for code in fixes if code in self.left_out]
         on = [f"{code} x" for code in fixes if code not in self.left_out]
         notes += [f"applied by the plan: {', '.join(on) or 'nothing'}"] if fixes else []
-        step_ms = {"baseline": 30}.get(name, 5 if fixes else 10) + len(self.options) / 100
+        with_ms = min((self.new_ms.get(code, 5.0) for code in fixes), default=10.0)
+        step_ms = {"baseline": 30}.get(name, with_ms) + len(self.options) / 100
         return self.make_rank(steps=40, step_ns=int(step_ms * 1e6), notes=notes, **self.fields)
 
     def asked(self, budget_s: float = 600, **changes: Any) -> Asked:

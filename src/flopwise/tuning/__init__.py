@@ -86,7 +86,9 @@ class Tuning:
             concluded = prove(self.processes, kept, self.notes, runs, self.save)
         record = self._record(baseline, concluded)
         store.write_text(self.folder / "tune.json", store.encode(verdict.stored(record)))
-        if record.resume is None:
+        if record.resume is not None:
+            self.save()
+        else:
             with contextlib.suppress(OSError):
                 (self.folder / states.NAME).unlink()  # nothing is left to take up
         return record
@@ -139,7 +141,9 @@ class Tuning:
             try_fixes(self.processes, single, how, self.tried, self.save)
             self.tried.trials[:] = [too_dear(t, asked.steps_remaining) for t in self.tried.trials]
             if whole:
-                try_in_processes(self.processes, whole, self.tried, self.state.runs_of, self.save)
+                try_in_processes(
+                    self.processes, whole, how.findings, self.tried, self.state.runs_of, self.save
+                )
         self.state.tried = True
         self.save()
 

@@ -22,13 +22,10 @@ from flopwise.reports.stream import look
 from flopwise.reports.terminal import render_preview
 from flopwise.tuning import BASELINE, measure_baseline
 from flopwise.tuning.budget import Budget
-from flopwise.tuning.process_trials import Answer, answers
+from flopwise.tuning.process_trials import Answer, answers, ask
 from flopwise.tuning.processes import Processes, output_of
 from flopwise.tuning.state import Asked
 from flopwise.tuning.trying import findings_of
-
-#: The folder of the process in which fixes are asked.
-SURVEY = "survey"
 
 
 def preview_command(
@@ -99,11 +96,7 @@ def _asked_in_it(
     processes: Processes, found: dict[str, float | None], asked: Asked
 ) -> tuple[dict[str, Answer], list[str]]:
     """Returns what all fixes say of the script, which runs for some steps more, and what is to be said about it."""
-    every = [code for code, _ in FIXES]
-    options = {"survey": {"fixes": every, "findings": found, "ends": True}}
-    measurement = processes.start(
-        SURVEY, options, "asking which fixes fit", processes.budget.left_s()
-    )
+    measurement = ask(processes, [code for code, _ in FIXES], found)
     said = {answer.code: answer for answer in answers(measurement.folder)}
     if said:
         return said, []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from flopwise.errors import NothingMeasuredError, PlanError
+from flopwise.measurement import Measurement
 from flopwise.plans import FIXES, checked_environment
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import Parity, Trial
@@ -48,9 +49,23 @@ def answers(folder: Path) -> list[Answer]:
         return []
 
 
+def ask(
+    processes: Processes, codes: Sequence[str], findings: Mapping[str, float | None]
+) -> Measurement:
+    """Returns a process in which fixes were asked whether they may be tried, and which ended then.
+
+    Raises:
+        RunFolderError: its folder cannot be made, or went away.
+    """
+    options = {"survey": {"fixes": list(codes), "findings": dict(findings), "ends": True}}
+    budget = processes.budget
+    return processes.start("survey", options, "asking which fixes fit", budget.left_s())
+
+
 def try_in_processes(
     processes: Processes,
     codes: list[str],
+    findings: Mapping[str, float | None],
     tried: Tried,
     runs_of: Callable[[str], dict[str, list[str]]],
     save: Callable[[], None],
@@ -60,6 +75,7 @@ def try_in_processes(
     Args:
         processes: of the tune.
         codes: of the fixes.
+        findings: of the script as it is, with the gains that they predict.
         tried: what has been tried so far.
         runs_of: gives, by code, the folders of each arm that there are already; what is run is added to them.
         save: called after each process.
@@ -69,6 +85,9 @@ def try_in_processes(
         RecordError: a run of an earlier session is damaged.
     """
     asked = {a.code: a for folder in _newest(processes.folder) for a in answers(folder)}
+    if not asked and tried.open(codes):
+        folder = ask(processes, codes, findings).folder
+        asked = {a.code: a for a in answers(folder)}
     name_of = dict(FIXES)
     for code in tried.open(codes):
         answer = asked.get(code)
