@@ -54,7 +54,7 @@ def test_a_plan_comes_back_as_it_was(job: Job, in_folder: Path) -> None:
     [
         (lambda text: "[", "not TOML"),
         (lambda text: "", "schema 'None'"),
-        (lambda text: text.replace("plan/1", "plan/2"), "schema 'flopwise.plan/2', this flopwise reads"),
+        (lambda text: text.replace("plan/2", "plan/3"), "schema 'flopwise.plan/3', this flopwise reads"),
         (lambda text: text.replace('code = "FW102"', "code = 102"), "Expected `str`, got `int`"),
         (lambda text: text.replace('fused = "true"', "fused = true"), "Expected `str`, got `bool`"),
         (lambda text: text.replace("device =", "machine ="), "missing required field `device`"),
@@ -253,3 +253,54 @@ def test_from_the_command_line(
     assert out == ""
     assert err.startswith("flopwise run: the plan does not fit: train.py has changed since")
     assert sorted(p.name for p in in_folder.iterdir()) == ["plan.toml", "train.py"]
+
+
+# ---------------------------------------------------------------------- what a process starts with
+
+ALLOCATOR = PlannedFix(
+    "FW116", "allocator-settings", environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+)  # fmt: skip
+
+
+def test_a_plan_of_the_version_before_is_read(job: Job, in_folder: Path) -> None:
+    plan = replace(plan_of(job, FUSED), schema="flopwise.plan/1")
+    path = in_folder / "plan.toml"
+    path.write_text(plans.dump(plan))
+    assert plans.load(path) == plan
+
+
+def test_variables_come_back_and_go_to_the_process(job: Job, in_folder: Path) -> None:
+    path = in_folder / "plan.toml"
+    path.write_text(plans.dump(plan_of(job, FUSED, ALLOCATOR)))
+    assert plans.environment(plans.load(path).fixes) == dict(ALLOCATOR.environment)
+    assert plans.environment([FUSED]) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "value"),
+    [
+        ("FW116", "LD_PRELOAD", "evil.so"),
+        ("FW116", "PATH", "/tmp"),
+        ("FW116", "PYTORCH_CUDA_ALLOC_CONF", "a\nb"),
+        ("FW116", "PYTORCH_CUDA_ALLOC_CONF", "x" * 300),
+        ("FW102", "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+    ],
+)
+def test_a_plan_sets_only_what_its_fix_may(code: str, name: str, value: str) -> None:
+    with pytest.raises(PlanError, match=r"which it may not\. Edited by hand\? Nothing was started"):
+        plans.environment([PlannedFix(code, "x", environment={name: value})])
+
+
+def test_two_fixes_that_set_a_variable_differently_are_refused() -> None:
+    other = replace(ALLOCATOR, environment={"PYTORCH_CUDA_ALLOC_CONF": "backend:native"})
+    with pytest.raises(PlanError, match="set PYTORCH_CUDA_ALLOC_CONF differently"):
+        plans.environment([ALLOCATOR, other])
+
+
+def test_opt_ins_are_those_of_the_catalogue() -> None:
+    from flopwise.fixes.registry import FIXES
+
+    assert {kind.code for kind in FIXES if kind.opt_in} == set(plans.OPT_IN)
+    for kind in FIXES:
+        assert bool(kind.environment({})) == (kind.code in plans.ENVIRONMENT), kind.code
+        assert set(kind.environment({})) <= set(plans.ENVIRONMENT.get(kind.code, {}))

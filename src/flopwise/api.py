@@ -60,7 +60,7 @@ def run_command(
         "stop_after": stop_after,
         "profile": profile,
     }
-    notes = _apply(plan, job, options, force=force_plan) if plan is not None else []
+    notes, env = _apply(plan, job, options, force=force_plan) if plan is not None else ([], None)
     folder = folders.create(out, job.script, options)
     measurement = Measurement(
         job, folder, options, given_peak, price, quiet, first_report_s, notes=notes
@@ -69,7 +69,7 @@ def run_command(
     if not quiet:
         say(line(f"flopwise: measuring {job.script} (run folder {short(folder)})"))
     try:
-        code = measurement.run()
+        code = measurement.run(env=env)
     except UsageError:
         folders.discard(folder)
         raise
@@ -77,8 +77,10 @@ def run_command(
     return code
 
 
-def _apply(plan: str, job: Job, options: dict[str, Any], *, force: bool) -> list[str]:
-    """Puts a plan's fixes into the options of the launch; returns what is to be said about it.
+def _apply(
+    plan: str, job: Job, options: dict[str, Any], *, force: bool
+) -> tuple[list[str], dict[str, str]]:
+    """Puts a plan's fixes into the options of the launch; returns what is to be said about it, and the environment.
 
     Raises:
         PlanError: it cannot be read, or does not fit.
@@ -89,7 +91,9 @@ def _apply(plan: str, job: Job, options: dict[str, Any], *, force: bool) -> list
     differences = plans.check(loaded, job, force=force)
     options["apply"] = plans.to_apply(loaded)
     options["plan"] = os.path.abspath(plan)
-    return [f"the plan was applied by force: {difference}" for difference in differences]
+    options["expected"] = {"step_s": loaded.step_s, "bare_step_s": loaded.bare_step_s}
+    env = {**os.environ, **plans.environment(loaded.fixes)}
+    return [f"the plan was applied by force: {difference}" for difference in differences], env
 
 
 def _finish(measurement: Measurement, json_path: str | None, html_path: str | None) -> None:

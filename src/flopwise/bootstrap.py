@@ -42,26 +42,31 @@ def _attach(folder: str) -> None:
             f"the run folder {folder} is not here; this process is not measured"
         ) from None
     trial: dict[str, Any] | None = options.get("trial")
+    survey: dict[str, Any] | None = options.get("survey")
     meter = session.Session(
         Config(
             folder=folder,
             # Trials end the script themselves; until then the meter stays.
-            steps=sys.maxsize if trial else options.get("steps"),
+            steps=sys.maxsize if trial or survey else options.get("steps"),
             warmup=options.get("warmup"),
             stop_after=bool(options.get("stop_after")),
-            count=not trial,
-            telemetry=not trial,
-            profile=bool(options.get("profile")) and not trial,
+            count=not (trial or survey),
+            telemetry=not (trial or survey),
+            profile=bool(options.get("profile")) and not (trial or survey),
         )
     )
     if options.get("apply"):
         from flopwise.fixes import application
 
-        application.install(meter, options["apply"])
+        application.install(meter, options["apply"], options.get("expected"))
     if trial:
         from flopwise.fixes import driver
 
         driver.install(meter, trial)
+    if survey:
+        from flopwise.fixes import survey as surveys
+
+        surveys.install(meter, survey)
     meter.attach()
 
 

@@ -8,13 +8,15 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flopwise.errors import PlanError
 from flopwise.hardware.host import cpu_model
 from flopwise.launch.command import Job
-from flopwise.records.plan import SCHEMA, Plan
+from flopwise.records.plan import OLDER, SCHEMA, Plan, PlannedFix
+from flopwise.records.verdict import Trial
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,6 +42,17 @@ FIXES = (
     ("FW105", "compile-model"),
     ("FW115", "cuda-graphs"),
 )
+
+#: Fixes that change more than time and rounding: only tried when asked for by name. The same as in their classes.
+OPT_IN: tuple[str, ...] = ()
+
+#: Fixes that are variables set before the process starts, tried in processes of their own: the variables and the values
+#: that are accepted, since a plan is untrusted input.
+ENVIRONMENT: dict[str, dict[str, str]] = {
+    "FW116": dict.fromkeys(
+        ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"), r"[A-Za-z0-9_:,.\[\] -]{1,200}"
+    ),
+}
 
 #: A plan has some kilobytes; what is larger is another file.
 LARGEST_BYTES = 256 * 1024
@@ -67,7 +80,7 @@ def load(path: Path) -> Plan:
         ) from error
     except (ValueError, RecursionError) as error:  # of which TOMLDecodeError is one
         raise PlanError(f"{path}: not TOML ({error}). Nothing was started") from error
-    if data.get("schema") != SCHEMA:
+    if data.get("schema") not in (SCHEMA, *OLDER):
         raise PlanError(
             f"{path}: schema {str(data.get('schema'))[:60]!r}, this flopwise reads {SCHEMA!r}. Nothing was started"
         )
@@ -134,7 +147,40 @@ def to_apply(plan: Plan) -> list[dict[str, Any]]:
             )
         if codes.count(code) > 1:
             raise PlanError(f"the plan holds {code} twice. Edited by hand? Nothing was started")
+    environment(plan.fixes)
     return [{"code": fix.code, "setting": dict(fix.setting)} for fix in plan.fixes]
+
+
+def environment(fixes: Sequence[PlannedFix | Trial]) -> dict[str, str]:
+    """Returns the variables that a process with these fixes starts with.
+
+    Raises:
+        PlanError: one that is not the fix's, or a value that is none of it; two fixes that set one differently.
+    """
+    found: dict[str, str] = {}
+    for fix in fixes:
+        code = fix.code if isinstance(fix, PlannedFix) else fix.fix
+        for name, value in checked_environment(code, fix.environment).items():
+            if found.setdefault(name, value) != value:
+                raise PlanError(
+                    f"two fixes of the plan set {name} differently. Nothing was started"
+                )
+    return found
+
+
+def checked_environment(code: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of one fix.
+
+    Raises:
+        PlanError: one is not the fix's, or its value is none of it.
+    """
+    allowed = ENVIRONMENT.get(code, {})
+    for name, value in variables.items():
+        if name not in allowed or not re.fullmatch(allowed[name], value):
+            raise PlanError(
+                f"{code[:40]} sets {name[:60]!r} to {value[:60]!r}, which it may not. Edited by hand? Nothing was started"
+            )
+    return dict(variables)
 
 
 def sha256_of(job: Job) -> str:

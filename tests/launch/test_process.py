@@ -263,3 +263,29 @@ def test_an_interrupt_of_ours_ends_an_owned_job_and_then_us(in_folder: Path) -> 
 
 def test_an_owned_job_has_no_stdin(in_folder: Path) -> None:
     assert run("import sys; sys.exit(len(sys.stdin.read()))", timeout_s=10) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a child of its parent's end")
+def test_an_owned_job_ends_when_we_are_killed(tmp_path: Path) -> None:
+    sign = tmp_path / "pid"
+    job = f"import os, time; open({str(sign)!r} + '.x', 'w').write(str(os.getpid())); os.rename({str(sign)!r} + '.x', {str(sign)!r}); time.sleep(60)"
+    ours = f"import sys; from flopwise.launch import process; process.run([sys.executable, '-c', {job!r}], {{}}, timeout_s=50)"
+    parent = subprocess.Popen([sys.executable, "-c", ours])
+    deadline = time.monotonic() + 20
+    while not sign.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child = int(sign.read_text())
+    parent.kill()
+    parent.wait()
+    while time.monotonic() < deadline:
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            break
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        os.kill(child, signal.SIGKILL)
+        pytest.fail("the job went on")

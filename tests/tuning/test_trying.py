@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from flopwise.records.verdict import Comparison, Trial
+from flopwise.tuning.trying import findings_of, too_dear
 
 Stage = Any  # of conftest.py
 AA = Comparison("not shown", 1.0, (0.99, 1.01), 8, 4, 0.01, 0.01, 0.01, 0.01)
@@ -66,10 +67,87 @@ def test_one_that_has_no_time_left_too(stage: Stage) -> None:
 def test_one_that_fails_is_said_to_with_where_its_output_is(
     stage: Stage, code: int, ending: str
 ) -> None:
-    stage.ends = {"trials-1": code}
+    stage.ends = {f"trials-{n}": code for n in (1, 2, 3)}
     reason, notes = last_reason(stage)
     assert reason == f"the script {ending} before it could be tried, or while it was"
     assert notes == [
         f"a trial process: the script {ending} and left no result. "
-        f"Its output is in {stage.folder}/trials-1/output.txt"
+        f"Its output is in {stage.folder}/trials-{n}/output.txt"
+        for n in (1, 2, 3)
     ]
+
+
+def test_of_several_fixes_the_one_that_ends_the_process_is_found_and_the_others_are_tried(
+    stage: Stage,
+) -> None:
+    stage.ends = {"trials-1": -signal.SIGKILL, "trials-2": -signal.SIGKILL}
+    stage.trials = [([FUSED], AA, [])]
+    record = stage.tune()
+    assert [(t.fix, t.verdict) for t in record.trials] == [("FW101", "declined"), ("FW102", "kept")]
+    assert "was ended by SIGKILL" in record.trials[0].reason
+    tried = [stage.options[f"trials-{n}"]["trial"]["fixes"] for n in (1, 2, 3)]
+    assert tried == [["FW101", "FW102"], ["FW101"], ["FW102"]]
+
+
+def test_the_findings_of_the_baseline_go_along_with_what_they_predict(stage: Stage) -> None:
+    stage.trials = [([LOADER, FUSED], AA, [])]
+    stage.tune(steps_remaining=5000)
+    assert stage.options["baseline"]["profile"]
+    trial = stage.options["trials-1"]["trial"]
+    assert trial["steps_remaining"] == 5000
+    assert trial["findings"] == {}
+
+
+def test_of_findings_with_one_code_the_largest_gain_counts() -> None:
+    def finding(code: str, gain: float | None) -> Any:
+        return dataclasses.make_dataclass("F", ["code", "predicted_gain_frac"])(code, gain)
+
+    findings = [finding("L101", 0.1), finding("L101", 0.3), finding("L101", None), finding("D1", None), finding("L2", None), finding("L2", 0.2)]  # fmt: skip
+    run = dataclasses.make_dataclass("R", ["findings"])(findings)
+    assert findings_of(run) == {"L101": 0.3, "D1": None, "L2": 0.2}
+
+
+@pytest.mark.parametrize(
+    ("remaining", "verdict"), [(None, "kept"), (5000, "kept"), (4999, "not kept")]
+)
+def test_a_warm_up_that_does_not_pay_in_the_steps_that_remain_is_not_kept(
+    remaining: int | None, verdict: str
+) -> None:
+    found = dataclasses.replace(AA, outcome="faster", ratio=0.8, old_s=0.010, new_s=0.008)
+    trial = Trial("FW105", "compile-model", "kept", "20 % less", comparison=found, warmup_s=10.0)
+    judged = too_dear(trial, remaining)
+    assert judged.verdict == verdict
+    if verdict == "not kept":
+        assert judged.reason == (
+            "20 % less; but its warm-up of 10 s pays back after 5000 steps only, and the job has 4999 left (--steps-remaining)"
+        )
+
+
+def test_break_even_is_in_the_record_and_a_plan_that_does_not_pay_is_none(stage: Stage) -> None:
+    slow = dataclasses.replace(FUSED, warmup_s=1.0)
+    stage.trials = [([slow], AA, [])]
+    record = stage.tune(codes=["FW102"], steps_remaining=1000)
+    assert record.break_even is not None
+    assert record.break_even.steps == pytest.approx(1.0 / 0.005, rel=0.02)
+    assert (record.break_even.warmup_s, record.break_even.steps_remaining) == (1.0, 1000)
+    assert record.plan is not None
+    stage.folder = stage.folder / "again"
+    stage.folder.mkdir()
+    stage.trials = [([slow], AA, [])]
+    record = stage.tune(codes=["FW102"], steps_remaining=100)
+    assert record.plan is None
+    assert any("pays back after 2" in note and "100 left: no plan" in note for note in record.notes)
+
+
+def test_each_trial_is_told_as_soon_as_it_is_there(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.trials = [([LOADER, FUSED], AA, [])]
+    tune = stage.tuning()
+    tune.processes.quiet = False
+    tune.run()
+    said = capsys.readouterr().err
+    assert "flopwise tune [0:00] measuring it as it is\n" in said
+    assert "trying loader-workers, fused-optimizer (at most 9 min" in said
+    assert said.count("  loader-workers: kept. 50 % less\n") == 1
+    assert "proof 1 of 3, with the fixes (at most " in said

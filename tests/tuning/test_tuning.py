@@ -11,7 +11,6 @@ import pytest
 
 from flopwise import tuning
 from flopwise.errors import NothingMeasuredError, RunFolderError, UsageError
-from flopwise.launch.command import Job
 from flopwise.records.verdict import Comparison, Trial
 
 Stage = Any  # of conftest.py
@@ -189,21 +188,9 @@ def test_a_proof_that_the_budget_ends_is_none(stage: Stage) -> None:
 # ---------------------------------------------------------------------- the command
 
 
-def test_the_command_lists_each_file_once(
-    stage: Stage,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("flopwise.tuning.budget.time.monotonic", lambda: stage.now)
+def test_the_command_lists_each_file_once(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     stage.trials = [(KEPT, AA, [])]
-    script = tmp_path / "train.py"
-    script.write_text("")
-    job = Job(["python", str(script)], "train.py", str(script), ["train.py"])
-    code = tuning.tune_command(
-        job, out=str(tmp_path / "o"), json_path=None, codes=("FW101", "FW102"), budget_s=600, per_fix_s=30,
-        processes=3, proof_steps=40, quiet=True,
-    )  # fmt: skip
+    code = tuning.tune_command(stage.tuning(), json_path=None)
     assert code == 0
     text = capsys.readouterr().out
     saved = text[text.index("  saved") : text.index("  measured")]

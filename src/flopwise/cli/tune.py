@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flopwise.cli.launching import add_options, job_of, positive
 from flopwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from flopwise.tuning import Tuning
+    from flopwise.tuning.state import Asked
+
+#: Time for everything, unless told otherwise.
+BUDGET_S = 600.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -14,9 +25,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "tune",
         help="try fixes on a training script, keep what is proven faster, write a plan",
         description="Runs a training script several times: once as it is, once with fixes switched on and off "
-        "between steps in randomised blocks, and then in fresh processes, with and without what was kept. No file of "
-        "yours is edited, but what the script itself writes, it writes each time. With --nproc-per-node all ranks "
-        "switch at the same steps.",
+        "between steps in randomised blocks, and then in fresh processes, with and without what was kept. Each process "
+        "writes into a folder of its own instead of over your files, and stays offline. With --nproc-per-node all "
+        "ranks switch at the same steps.",
     )
     parser.add_argument(
         "--out", metavar="DIR", help="folder for everything (default: flopwise-runs/TIME-tune-NAME)"
@@ -26,7 +37,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--budget",
         type=_seconds,
-        default=600.0,
         metavar="T",
         help="time for everything, the final proof included, e.g. 10m (default): the proof is "
         "reckoned with first, and trials get the rest",
@@ -52,6 +62,40 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="steps timed in each (default: 40)",
     )
+    parser.add_argument(
+        "--steps-remaining",
+        type=positive,
+        metavar="N",
+        help="steps that the job still has: a fix whose compilation and warm-up do not pay back in them is not kept",
+    )
+    parser.add_argument(
+        "--allow-writes",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="let the script write below this folder as ever (may be given several times; / for everywhere)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="try nothing: measure the script as it is, and list what would be tried and why",
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="DIR",
+        help="with --dry-run: take the measurement of this run folder instead of measuring",
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on with the tune of this folder, which was cut off or ran out of time; --budget is then the time for "
+        "the rest. The script need not be given again",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="resume although the script, torch or the device is another one",
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
     add_options(parser)
 
@@ -60,27 +104,86 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns 0, also when nothing was proven faster."""
     from flopwise import api, tuning
 
-    job = job_of(arguments)
     api.check_json(arguments.json)
-    return tuning.tune_command(
-        job,
+    if arguments.resume is not None:
+        return tuning.tune_command(_resumed(arguments), json_path=arguments.json)
+    for option in ("force", "baseline"):
+        needed = {"force": "--resume", "baseline": "--dry-run"}[option]
+        if getattr(arguments, option) and not (option == "baseline" and arguments.dry_run):
+            raise UsageError(f"--{option} goes with {needed} only. Nothing was started")
+    asked = _asked(arguments)
+    if arguments.dry_run:
+        from flopwise.tuning import preview
+
+        return preview.preview_command(
+            asked,
+            out=arguments.out,
+            baseline=arguments.baseline,
+            json_path=arguments.json,
+            quiet=arguments.quiet,
+        )
+    tune = tuning.begin(asked, out=arguments.out, quiet=arguments.quiet)
+    return tuning.tune_command(tune, json_path=arguments.json)
+
+
+def _asked(arguments: argparse.Namespace) -> Asked:
+    """Returns what was asked for.
+
+    Raises:
+        UsageError: nothing to run, or it cannot be found.
+    """
+    from flopwise.tuning.state import Asked
+
+    job = job_of(arguments)
+    return Asked(
         command=arguments.typed,
-        out=arguments.out,
-        json_path=arguments.json,
-        codes=_codes(arguments.fixes),
-        budget_s=arguments.budget,
+        argv=job.argv,
+        script=job.script,
+        file=job.file,
+        typed=job.typed,
+        codes=list(_codes(arguments.fixes)),
+        budget_s=BUDGET_S if arguments.budget is None else arguments.budget,
         per_fix_s=arguments.per_fix,
         processes=arguments.processes,
         proof_steps=arguments.proof_steps,
-        quiet=arguments.quiet,
+        steps_remaining=arguments.steps_remaining,
+        allowed=[os.path.abspath(path) for path in arguments.allow_writes],
+        cwd=os.getcwd(),
     )
 
 
+def _resumed(arguments: argparse.Namespace) -> Tuning:
+    """Returns the tune that is to go on.
+
+    Raises:
+        UsageError: another script was given, or an option that only a new tune has.
+        FlopwiseError: it cannot go on.
+    """
+    from flopwise import tuning
+
+    for option in ("out", "fixes", "steps_remaining", "dry_run", "baseline", "allow_writes"):
+        if getattr(arguments, option):
+            name = option.replace("_", "-")
+            raise UsageError(f"--{name} is of a new tune: --resume goes on as it was begun")
+    tune = tuning.resume(
+        Path(arguments.resume),
+        budget_s=arguments.budget,
+        force=arguments.force,
+        quiet=arguments.quiet,
+    )
+    if arguments.split.job and job_of(arguments).argv != tune.state.asked.argv:
+        was = shlex.join(tune.state.asked.typed)
+        raise UsageError(
+            f"that tune is of another command: {was}. Leave it out, or start a new tune. Nothing was started"
+        )
+    return tune
+
+
 def _codes(text: str | None) -> tuple[str, ...]:
-    from flopwise.plans import FIXES
+    from flopwise.plans import FIXES, OPT_IN
 
     if text is None:
-        return tuple(code for code, _ in FIXES)
+        return tuple(code for code, _ in FIXES if code not in OPT_IN)
     wanted = {word.strip().lower() for word in text.split(",") if word.strip()}
     known = {word.lower() for pair in FIXES for word in pair}
     if not wanted or wanted - known:

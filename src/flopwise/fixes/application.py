@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
+from flopwise.fixes import canary
 from flopwise.fixes.interface import Applied, Declined, Facts, Fix, Scene, StartUp
 from flopwise.fixes.registry import FIXES
+from flopwise.meter import finish
 from flopwise.meter.found import compiled_parts, compiles_own_code
 from flopwise.meter.rows import Row
 from flopwise.meter.session import Session
@@ -54,14 +56,25 @@ def scene_of(session: Session, rows: Sequence[Row] = ()) -> Scene:
 class Plan:
     """Applies planned fixes and leaves them on: some before the script builds anything, the rest once modules are known."""
 
-    def __init__(self, session: Session, fixes: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        fixes: Sequence[Mapping[str, Any]],
+        expected: Mapping[str, Any] | None = None,
+    ) -> None:
         self._session = session
+        self._expected = expected
+        # Without step times to hold it against it is not watched: a trial, or the proof itself.
+        self._post = None if expected is None else canary.Post(session.config.folder)
         self._settings = {fix["code"]: dict(fix.get("setting") or {}) for fix in fixes}
         self._started: dict[str, StartUp] = {}
         self.applied: list[Applied] = []
+        self._on: list[canary.Watched] = []
 
     def attach(self) -> None:
         """Installs what must be there before the script builds anything."""
+        if self._post is not None:
+            self._post.install()
         kinds = {kind.code: kind for kind in FIXES}
         for code, setting in list(self._settings.items()):
             kind = kinds.get(code)
@@ -91,10 +104,20 @@ class Plan:
             trouble = self._switch_on(kind()) if started is None else started.trouble()
             if trouble is None:
                 on.append(f"{kind.code} {kind.name}")
+                applied = self.applied[-1] if started is None else None
+                self._on.append(canary.Watched(kind.code, kind.name, applied, kind.late))
             else:
                 self._session.note(f"planned fix {kind.code} {kind.name} {trouble}")
         self._session.note(f"applied by the plan: {', '.join(on) or 'nothing'}")
         self._session.roots.watch_again()
+        if self._post is not None and self._on:
+            self._post.canary = canary.Canary(
+                self._on,
+                self._expected or {},
+                self._post.say,
+                events_per_step=len(self._session.boundaries.cycle) or 1,
+                alone=finish.identity()[1] == 1,
+            )
 
     def _switch_on(self, fix: Fix) -> str | None:
         """Returns why a fix is not on, None if it is."""
@@ -125,13 +148,18 @@ def _trusting(scene: Scene) -> Scene:
     )
 
 
-def install(session: Session, fixes: Sequence[Mapping[str, Any]]) -> None:
+def install(
+    session: Session,
+    fixes: Sequence[Mapping[str, Any]],
+    expected: Mapping[str, Any] | None = None,
+) -> None:
     """Makes `session` apply a plan. Call it before the session attaches and before the script builds its loaders.
 
     Args:
         session: of this process.
         fixes: each with its `code` and its `setting`, as a plan or an earlier trial chose it.
+        expected: step times of the plan's proof (`Canary`), where it is to be watched in production.
     """
-    plan = Plan(session, fixes)
+    plan = Plan(session, fixes, expected)
     plan.attach()
     session.plan = plan

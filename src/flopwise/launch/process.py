@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from typing import Any
 POLL_S = 0.25
 #: A job that is to end gets this long for it, seconds; then it is killed.
 GRACE_S = 10.0
+#: Source: prctl(2), include/uapi/linux/prctl.h.
+PR_SET_PDEATHSIG = 1
 #: Sent to us they are meant for the job. Those of the keyboard reach it by themselves, see `_from_terminal`.
 PASSED_ON = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGQUIT")
 KEYBOARD = ("SIGINT", "SIGQUIT")
@@ -32,6 +35,7 @@ def run(
     on_timeout: Callable[[], None] | None = None,
     output: Any = None,
     cwd: str | None = None,
+    first: Callable[[], None] | None = None,
 ) -> int:
     """Runs the job to its end and returns its exit code, -n if signal n ended it.
 
@@ -46,6 +50,7 @@ def run(
         on_timeout: called when it is the limit that ends the job.
         output: where its stdout and stderr go; None: where ours go.
         cwd: its working folder; None: ours.
+        first: called in it before the command runs.
 
     Raises:
         OSError: it cannot be started.
@@ -62,6 +67,7 @@ def run(
             cwd=cwd,
             close_fds=owned,
             start_new_session=owned,
+            preexec_fn=_before(first, owned),
         )
         relay.to(child)
         while True:
@@ -101,6 +107,26 @@ def end_like(code: int) -> int:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return shell_code(code)
+
+
+def _before(first: Callable[[], None] | None, owned: bool) -> Callable[[], None] | None:
+    """Returns what the child does before its command: an owned one asks to be ended when we are killed (Linux)."""
+    prctl = None
+    if owned and sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork
+    if prctl is None:
+        return first
+    parent = os.getpid()
+
+    def before() -> None:
+        prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGTERM)
+        if first is not None:
+            first()
+
+    return before
 
 
 def _end(child: subprocess.Popen[Any]) -> None:

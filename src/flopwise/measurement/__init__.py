@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -59,6 +60,7 @@ class Measurement:
     created: str = field(
         default_factory=lambda: datetime.now(timezone.utc).isoformat(timespec="seconds")
     )
+    look: Callable[[], None] | None = None  # called again and again while a job of ours runs
     _told: int = 0  # how many of the notes were there before the job started
     _ended_by: int | None = None  # the signal that ended the job
     _overdue_s: float | None = None  # the time limit of ours that ended it
@@ -80,6 +82,7 @@ class Measurement:
         timeout_s: float | None = None,
         output: Any = None,
         env: dict[str, str] | None = None,
+        first: Callable[[], None] | None = None,
     ) -> int:
         """Runs the job to its end; returns its exit code, -n if signal n ended it.
 
@@ -97,6 +100,7 @@ class Measurement:
                 timeout_s=timeout_s,
                 on_timeout=lambda: setattr(self, "_overdue_s", timeout_s),
                 output=output,
+                first=first,
             )
         except OSError as error:
             raise UsageError(
@@ -196,6 +200,8 @@ class Measurement:
 
     def _goes_on(self) -> bool:
         """Returns whether the script goes on though it was to end once measured."""
+        if self.look is not None:
+            self.look()
         self._went_on = any(self.folder.glob(folders.GOES_ON))
         return self._went_on
 

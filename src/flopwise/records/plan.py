@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-SCHEMA = "flopwise.plan/1"
+SCHEMA = "flopwise.plan/2"
+#: What is still read: /1 lacks the fields that have a default below.
+OLDER = ("flopwise.plan/1",)
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,9 @@ class PlannedFix:
     setting: dict[str, str] = field(default_factory=dict)
     ratio: float | None = None  # measured t_new / t_old when it was kept
     ci95: tuple[float, float] | None = None
+    #: Variables that the process starts with; only those that `plans.ENVIRONMENT` names are accepted.
+    environment: dict[str, str] = field(default_factory=dict)
+    warmup_s: float | None = None  # from switching it on to steady steps, compilation included
 
 
 @dataclass(frozen=True)
@@ -32,3 +37,5 @@ class Plan:
     fixes: list[PlannedFix]
     ratio: float | None = None  # of the final proof
     ci95: tuple[float, float] | None = None
+    step_s: float | None = None  # mean step of the proof with the fixes,
+    bare_step_s: float | None = None  # and without

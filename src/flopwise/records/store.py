@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def encode(record: Any) -> str:
-    """Returns a record (a dataclass) as indented JSON in ASCII.
+    """Returns a record (a dataclass, or a dictionary made of one) as indented JSON in ASCII.
 
     A byte of a file name that is not text (a lone surrogate) is written as an escape, because
     JSON cannot hold it.
@@ -28,7 +28,8 @@ def encode(record: Any) -> str:
     Raises:
         RecordError: a number is NaN or infinite, which is no number; the field is named.
     """
-    return json.dumps(_plain(dataclasses.asdict(record), ""), indent=1, allow_nan=False) + "\n"
+    data = record if isinstance(record, dict) else dataclasses.asdict(record)
+    return json.dumps(_plain(data, ""), indent=1, allow_nan=False) + "\n"
 
 
 def encode_together(record: Any, more: Any) -> str:

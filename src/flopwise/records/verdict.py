@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
 
 SCHEMA = "flopwise.tune/1"
 
@@ -59,6 +62,9 @@ class Trial:
     setting: dict[str, str] = field(default_factory=dict)
     warmup_s: float | None = None  # from switching it on to steady steps, compilation included
     predicted_ratio: float | None = None  # t_new / t_old, as the baseline's ledger had it
+    environment: dict[str, str] = field(
+        default_factory=dict
+    )  # variables that the process starts with
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,54 @@ class TimeUse:
 
 
 @dataclass(frozen=True)
+class Write:
+    """A file that the script wrote or removed in a process of a tune, in a copy of its own."""
+
+    path: str  # as the script knows it
+    what: (
+        str  # "written" | "removed" | "changed in spite of it": the user's own file is another one
+    )
+    n_bytes: int  # in the process that wrote most
+    processes: int = 1  # so many did
+
+
+@dataclass(frozen=True)
+class Side:
+    """The script before or after."""
+
+    step_s: float | None
+    mfu: float | None
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """What the final proof shows: t_new / t_old of fresh processes."""
+
+    ratio: float
+    ci95: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """What it costs to switch the plan on in each run, and when it has paid."""
+
+    warmup_s: float  # compilation and settling, of all fixes that were kept
+    saved_s: float  # a step
+    steps: float  # after which the warm-up has paid
+    steps_remaining: int | None  # that the user said the job still has
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """How far the ledger's predictions were from what was measured."""
+
+    trials: int  # that have both
+    median_error_frac: float  # of |predicted - measured gain| / measured gain
+    optimistic: int  # predicted more than the interval's upper end of the gain
+    pessimistic: int  # predicted less than half of its lower end
+
+
+@dataclass(frozen=True)
 class TuneRecord:
     """One `flopwise tune`."""
 
@@ -108,3 +162,39 @@ class TuneRecord:
     wall_s: float
     notes: list[str]
     time: TimeUse | None = None  # None: written before it was kept
+    # What follows is in records from version 0.2 on.
+    baseline: Side | None = None
+    final: Side | None = None
+    speedup: Speedup | None = None
+    break_even: BreakEven | None = None  # None: nothing is kept, or nothing has to warm up
+    predicted: Predicted | None = None  # None: no trial has a prediction and a measured gain
+    writes: list[Write] = field(default_factory=list)  # of the script, in copies of its own
+    more_writes: int = 0  # that are not listed
+    sessions: int = 1  # 1, and one more for each time it was resumed
+    resume: str | None = None  # the folder, where a longer time would have tried or proven more
+
+
+def stored(record: TuneRecord) -> dict[str, Any]:
+    """Returns a record as it is stored: the numerics class of a parity also as its `class`, which is no name in Python."""
+    data = asdict(record)
+    for trial in data["trials"]:
+        if trial["parity"] is not None:
+            trial["parity"]["class"] = trial["parity"]["numerics"]
+    return data
+
+
+def agreement(trials: Sequence[Trial]) -> Predicted | None:
+    """Returns how far predictions lie from the measured gains, over the trials that have both and gained for certain."""
+    errors, optimistic, pessimistic = [], 0, 0
+    for trial in trials:
+        if trial.predicted_ratio is None or trial.ratio is None or trial.ci95 is None:
+            continue
+        if trial.ci95[1] >= 1:
+            continue
+        gain, predicted = 1 - trial.ratio, 1 - trial.predicted_ratio
+        errors.append(abs(predicted - gain) / gain)
+        optimistic += predicted > 1 - trial.ci95[0]
+        pessimistic += predicted < (1 - trial.ci95[1]) / 2
+    if not errors:
+        return None
+    return Predicted(len(errors), median(errors), optimistic, pessimistic)

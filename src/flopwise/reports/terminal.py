@@ -1,4 +1,4 @@
-"""Reports for a terminal: `render_run`, `render_tune`, `render_ledger`, `render_job` and `render_comparison`."""
+"""Reports for a terminal, one function a kind of record."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Sequence
 
 from flopwise.records.comparison import ComparisonRecord
 from flopwise.records.ledger import LedgerRecord
+from flopwise.records.preview import Preview
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import TuneRecord
-from flopwise.reports import compare, ledger, run, tune
+from flopwise.reports import compare, ledger, preview, run, tune
 from flopwise.reports.job import render_job
 from flopwise.reports.screen import Screen
 
-__all__ = ["render_comparison", "render_job", "render_ledger", "render_run", "render_tune"]
+__all__ = [
+    "render_comparison", "render_job", "render_ledger", "render_preview", "render_run", "render_tune",
+]  # fmt: skip
 
 
 def render_run(
@@ -49,6 +52,20 @@ def render_tune(
     """Returns the report of a `flopwise tune`; arguments as in `render_run`."""
     screen = Screen(width, ascii_only=ascii_only)
     tune.draw(screen, record, saved)
+    return screen.render(color=color)
+
+
+def render_preview(
+    record: Preview,
+    *,
+    width: int,
+    color: bool,
+    ascii_only: bool = False,
+    saved: Sequence[str] = (),
+) -> str:
+    """Returns the report of a `flopwise tune --dry-run`; arguments as in `render_run`."""
+    screen = Screen(width, ascii_only=ascii_only)
+    preview.draw(screen, record, saved)
     return screen.render(color=color)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-from flopwise.records.verdict import Comparison, Proof, TimeUse, Trial, TuneRecord
+from flopwise.records.verdict import BreakEven, Comparison, Predicted, Proof, Trial, TuneRecord
 from flopwise.reports import figures
 from flopwise.reports.run import command_line
 from flopwise.reports.screen import WARN, Column, Piece, Screen
@@ -21,21 +21,30 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
         facts.append(f"A/A ± {figures.percent(record.aa_spread_frac)}")
     screen.heading((command_line(record.command, "tune"), "bold"), facts)
     screen.blank()
-    screen.flow("before", _side(record.baseline_step_s, record.baseline_mfu))
-    screen.flow("after", _side(record.final_step_s, record.final_mfu))
+    screen.flow("before", side(record.baseline_step_s, record.baseline_mfu))
+    screen.flow("after", side(record.final_step_s, record.final_mfu))
     screen.flow("proof", _proof(record), style="bold")
     screen.flow("A/A control", _control(record))
+    if record.predicted is not None:
+        screen.flow("predicted", _predicted(record.predicted))
+    if record.break_even is not None:
+        screen.flow("break-even", _break_even(record.break_even))
     if record.time is not None:
-        screen.flow("time", _time(record.time, record.wall_s))
+        screen.flow("time", _time(record))
     screen.blank()
     _trials(screen, record.trials)
     screen.blank()
+    if record.writes:
+        screen.flow("writes", _writes(record))
     for note in record.notes:
         screen.flow("note", [note])
     screen.blank()
     if record.plan is not None:
         plan = shlex.join(["flopwise", "run", "--plan", record.plan])
         screen.flow("take home", [f"{plan} {shlex.join(_script_words(record))}"])
+    if record.resume is not None:
+        words = shlex.join(["flopwise", "tune", "--resume", record.resume])
+        screen.flow("go on", [f"{words} --budget TIME"])
     plans = [record.plan] if record.plan is not None else []
     screen.flow("saved", list(dict.fromkeys([*plans, *saved])))
     screen.flow("measured", [f"{record.created} by flopwise {record.flopwise}"])
@@ -49,7 +58,8 @@ def _script_words(record: TuneRecord) -> list[str]:
     return record.command[at - 1 if at and record.command[at - 1] == "-m" else at :]
 
 
-def _side(step_s: float | None, mfu: float | None) -> list[Piece]:
+def side(step_s: float | None, mfu: float | None) -> list[Piece]:
+    """Returns a step time and an MFU in words."""
     if step_s is None:
         return ["not measured"]
     share = "MFU not given" if mfu is None else f"{figures.percent(mfu)} MFU"
@@ -97,8 +107,48 @@ def _control(record: TuneRecord) -> list[Piece]:
     return items
 
 
-def _time(use: TimeUse, wall_s: float) -> list[Piece]:
-    left_s = use.budget_s - wall_s
+def _predicted(found: Predicted) -> list[Piece]:
+    """Returns how far the ledger's predictions were from what was measured."""
+    gains = figures.counted(found.trials, "measured gain", "measured gains")
+    words: list[Piece] = [
+        f"predicted against measured: median error {figures.percent(found.median_error_frac)} of {gains}"
+    ]
+    if found.optimistic:
+        words.append(f"{found.optimistic} predicted above the interval")
+    if found.pessimistic:
+        words.append(f"{found.pessimistic} less than half of its lower end")
+    return words
+
+
+def _break_even(found: BreakEven) -> list[Piece]:
+    words: list[Piece] = [
+        f"the warm-up of {figures.duration(found.warmup_s)} a run has paid after {found.steps:,.0f} steps"
+    ]
+    if found.steps_remaining is not None:
+        words.append(f"{found.steps_remaining:,} remain")
+    return words
+
+
+def _writes(record: TuneRecord) -> list[Piece]:
+    """Returns what the script wrote in copies of its own, in one breath; the record lists it."""
+    spite = [w for w in record.writes if w.what not in ("written", "removed")]
+    apart = len(record.writes) - len(spite) + record.more_writes
+    words: list[Piece] = []
+    if spite:
+        names = ", ".join(w.path for w in spite[:3]) + (", ..." if len(spite) > 3 else "")
+        words.append((f"changed although the script ran apart: {names}", WARN))
+    if apart:
+        files = figures.counted(apart, "file", "files")
+        words.append(
+            f"the script wrote or removed {files} in copies of its own; yours are as they were"
+        )
+    return words
+
+
+def _time(record: TuneRecord) -> list[Piece]:
+    use = record.time
+    assert use is not None
+    left_s = use.budget_s - record.wall_s
     rest: Piece = "used up"
     if left_s >= 1:
         rest = f"{figures.duration(left_s)} of it left"
@@ -110,6 +160,7 @@ def _time(use: TimeUse, wall_s: float) -> list[Piece]:
         f"trials {figures.duration(use.trials_s)}",
         f"{proof} ({figures.duration(use.reserved_s)} were set aside)",
         rest,
+        *([f"in {record.sessions} sessions"] if record.sessions > 1 else []),
     ]
 
 
@@ -124,7 +175,16 @@ def _trials(screen: Screen, trials: Sequence[Trial]) -> None:
         Column("numerics", drop=1),
         Column("why", tail=True),
     ]
-    screen.table(columns, [_row(trial) for trial in trials])
+    rows = [_row(trial) for trial in trials]
+    if any(trial.predicted_ratio is not None for trial in trials):
+        columns.insert(3, Column("predicted", right=True, drop=2))
+        for row, trial in zip(rows, trials, strict=True):
+            row.insert(3, _predicted_ratio(trial))
+    screen.table(columns, rows)
+
+
+def _predicted_ratio(trial: Trial) -> Piece:
+    return "-" if trial.predicted_ratio is None else figures.ratio(trial.predicted_ratio, None)
 
 
 def _row(trial: Trial) -> list[Piece]:
@@ -152,8 +212,9 @@ def _numerics(trial: Trial) -> Piece:
 
 def _why(trial: Trial) -> str:
     parts = [trial.reason]
-    if trial.setting:
-        parts.append(", ".join(f"{key}={value}" for key, value in trial.setting.items()))
+    chosen = {**trial.setting, **trial.environment}
+    if chosen:
+        parts.append(", ".join(f"{key}={value}" for key, value in chosen.items()))
     undecided = trial.comparison is not None and trial.comparison.outcome == "not shown"
     if trial.comparison is not None and undecided and not withheld(trial.comparison):
         least = figures.percent(trial.comparison.minimum_detectable_frac)

@@ -43,6 +43,9 @@ class Budget:
     step_s: float = 0.0
     reserved_s: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
+    before_s: float = (
+        0.0  # used by earlier sessions of a tune that was resumed; `given_s` holds it, too
+    )
     started: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,7 +53,7 @@ class Budget:
 
     def used_s(self) -> float:
         """Returns how long the tune has been running."""
-        return self.clock() - self.started
+        return self.before_s + self.clock() - self.started
 
     def left_s(self) -> float:
         """Returns what is left, below 0 where there is nothing."""
@@ -113,9 +116,9 @@ class Budget:
             f"No fix was tried; give --budget {rounded_up(enough)} or more, or fewer --proof-steps"
         )
 
-    def no_proof(self, kept: Sequence[Trial]) -> str | None:
-        """Returns why no proof is begun, and what would do; None if there is time for it."""
-        needed_s = self.proof_s(kept)
+    def no_proof(self, kept: Sequence[Trial], done: int = 0) -> str | None:
+        """Returns why no proof is begun, `done` of its processes already run, and what would do; None if there is time."""
+        needed_s = self.proof_s(kept) * (1 - done / (2 * self.processes))
         if needed_s <= self.left_s():
             return None
         enough = self.used_s() + MARGIN * needed_s
@@ -124,15 +127,28 @@ class Budget:
             f"of the budget of {self.given_s:.0f} s were left. --budget {rounded_up(enough)} would do"
         )
 
-    def unfinished(self, number: int, ran_s: float) -> str:
-        """Returns what is to be said of a proof whose process `number` the budget ended after `ran_s` seconds."""
+    def unfinished(self, what: str, number: int, ran_s: float) -> str:
+        """Returns what is to be said of pairs (a proof) whose process `number` the budget ended after `ran_s` seconds."""
         each_s = max(self.process_s, ran_s)
         enough = self.used_s() + MARGIN * (2 * self.processes - number + 1) * each_s
         return (
-            f"the final proof was not finished: the budget of {self.given_s:.0f} s was over in process {number} of "
+            f"the {what} was not finished: the budget of {self.given_s:.0f} s was over in process {number} of "
             f"{2 * self.processes}, which had run for {ran_s:.0f} s (reckoned with: {self.process_s:.0f} s). "
             f"--budget {rounded_up(enough)} would do"
         )
+
+    def to_go_s(self, kept: Sequence[Trial] = (), *, runs: int | None = None) -> float | None:
+        """Returns about how long the tune still takes at most, None before anything is known.
+
+        Args:
+            kept: fixes that the proof runs with.
+            runs: processes of the proof that are left; None: it has not begun.
+        """
+        if not self.process_s:
+            return None
+        if runs is None:
+            return max(0.0, self.trials_s(kept)) + self.proof_s(kept)
+        return runs * self.proof_s(kept) / (2 * self.processes)
 
     def use(self) -> TimeUse:
         """Returns how the time was used."""

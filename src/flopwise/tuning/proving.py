@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from flopwise.errors import NothingMeasuredError
-from flopwise.records.run import RunRecord
-from flopwise.records.verdict import Trial
+from flopwise.records.verdict import BreakEven, Trial
 from flopwise.trials.proof import Conclusion, conclude
+from flopwise.tuning.pairs import Pairs, run_pairs
 from flopwise.tuning.processes import Processes
-from flopwise.tuning.trying import to_apply
 
 
-def prove(processes: Processes, kept: Sequence[Trial], notes: list[str]) -> Conclusion | None:
+def prove(
+    processes: Processes,
+    kept: Sequence[Trial],
+    notes: list[str],
+    done: dict[str, list[str]],
+    save: Callable[[], None] = lambda: None,
+) -> Conclusion | None:
     """Returns what fresh processes say of the fixes that were kept, in random order within each pair.
 
     None where the proof came to no end; a note then says why.
 
+    Args:
+        processes: of the tune.
+        kept: the fixes.
+        notes: what is to be said is added.
+        done: folders of the runs that there are already, by arm; what is run is added.
+        save: called after each process.
+
     Raises:
         RunFolderError: the folder cannot be written, or went away.
+        RecordError: a run of an earlier session is damaged.
     """
     budget = processes.budget
-    no_time = budget.no_proof(kept)
+    no_time = budget.no_proof(kept, done=sum(map(len, done.values())))
     if no_time:
         notes.append(no_time)
         return None
     with budget.part("proof"):
         try:
-            runs = _runs(processes, to_apply(kept))
+            pairs = Pairs("proof", "proof", "final proof", (), kept)
+            runs = run_pairs(processes, pairs, done, save)
         except NothingMeasuredError as error:
             notes.append(str(error))
             return None
@@ -39,42 +51,13 @@ def prove(processes: Processes, kept: Sequence[Trial], notes: list[str]) -> Conc
     return concluded
 
 
-def _runs(processes: Processes, fixes: list[dict[str, Any]]) -> dict[str, list[RunRecord]]:
-    """Returns the runs of both arms, in the order of their pairs.
-
-    Raises:
-        NothingMeasuredError: one of them measured nothing, or the budget was over before its end.
-    """
-    budget = processes.budget
-    coin = random.Random(0)
-    runs: dict[str, list[RunRecord]] = {"old": [], "new": []}
-    for n in range(1, budget.processes + 1):
-        arms = ["old", "new"]
-        coin.shuffle(arms)
-        for arm in arms:
-            options: dict[str, Any] = {"stop_after": True, "steps": budget.proof_steps}
-            if arm == "new":
-                options["apply"] = fixes
-            doing = f"proof {n} of {budget.processes}, {'with the fixes' if arm == 'new' else 'as it is'}"
-            number = len(runs["old"]) + len(runs["new"]) + 1
-            runs[arm].append(_run(processes, f"proof-{n}-{arm}", options, doing, number))
-    return runs
-
-
-def _run(
-    processes: Processes, name: str, options: dict[str, Any], doing: str, number: int
-) -> RunRecord:
-    """Returns one run of the proof.
-
-    Raises:
-        NothingMeasuredError: nothing was measured, or the budget was over before its end.
-    """
-    budget = processes.budget
-    began = budget.clock()
-    measurement = processes.start(name, options, doing, budget.left_s())
-    if measurement.overdue:
-        raise NothingMeasuredError(budget.unfinished(number, budget.clock() - began))
-    try:
-        return processes.conclude(measurement)
-    except NothingMeasuredError as error:
-        raise NothingMeasuredError(f"the final proof failed ({doing}): {error}") from error
+def break_even(
+    concluded: Conclusion, kept: Sequence[Trial], steps_remaining: int | None
+) -> BreakEven | None:
+    """Returns after how many steps the warm-up of a plan has paid, None where nothing has to warm up or nothing is saved."""
+    found = concluded.proof.comparison
+    warmup_s = sum(trial.warmup_s or 0.0 for trial in kept if trial.fix in concluded.applied)
+    saved_s = found.old_s - found.new_s
+    if warmup_s <= 0 or saved_s <= 0:
+        return None
+    return BreakEven(warmup_s, saved_s, warmup_s / saved_s, steps_remaining)

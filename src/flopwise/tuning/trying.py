@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from flopwise import plans
 from flopwise.measurement import Measurement
 from flopwise.plans import FIXES
+from flopwise.records.run import RunRecord
 from flopwise.records.verdict import Comparison, Trial
 from flopwise.tuning.processes import Processes, output_of
 
 OUT_OF_TIME = "the time for trials was used up before it could be tried, or while it was"
-#: A script that ends before all has been tried is started again at most this often.
-MOST_PROCESSES = 5
+#: How reasons begin of fixes that a longer budget would have tried.
+OF_TIME = "the time for trials"
+#: A script that ends before all has been tried is started again for the rest, and where one of several fixes ends the
+#: process they are halved until it is alone: so many processes at most.
+MOST_PROCESSES = 12
 
 
 @dataclass
@@ -29,6 +34,7 @@ class Tried:
     aa: Comparison | None = None  # the A/A control
     torch: str | None = None
     notes: list[str] = field(default_factory=list)
+    attempts: int = 0  # processes that were started
 
     @property
     def kept(self) -> list[Trial]:
@@ -40,33 +46,116 @@ class Tried:
         return [code for code in codes if code not in {trial.fix for trial in self.trials}]
 
 
-def try_fixes(processes: Processes, codes: Sequence[str], per_fix_s: float) -> Tried:
-    """Returns a trial for each of `codes`: a short script is started again for the rest, with what is kept on.
+@dataclass(frozen=True)
+class Trying:
+    """How fixes are to be tried."""
+
+    per_fix_s: float
+    findings: Mapping[str, float | None] = field(default_factory=dict)
+    steps_remaining: int | None = None
+    surveyed: Sequence[str] = ()  # fixes that are only tried in processes, and asked about in these
+
+
+def findings_of(baseline: RunRecord) -> dict[str, float | None]:
+    """Returns the findings of the script as it is by code, each with the gain that it predicts; of several with one code the largest."""
+    found: dict[str, float | None] = {}
+    for finding in baseline.findings:
+        before, gain = found.get(finding.code), finding.predicted_gain_frac
+        found[finding.code] = gain if before is None or (gain or 0.0) > before else before
+    return found
+
+
+def try_fixes(
+    processes: Processes,
+    codes: Sequence[str],
+    how: Trying,
+    tried: Tried,
+    save: Callable[[], None] = lambda: None,
+) -> None:
+    """Adds to `tried` a trial for each of `codes`: a short script is started again for the rest, with what is kept on.
+
+    Args:
+        processes: of the tune.
+        codes: of fixes that are switched in a running process.
+        how: they are tried.
+        tried: what earlier sessions have tried.
+        save: called after each process.
 
     Raises:
         RunFolderError: the folder cannot be written, or went away.
     """
-    tried = Tried()
-    why = OUT_OF_TIME
-    for attempt in range(1, MOST_PROCESSES + 1):
-        rest, budget = tried.open(codes), processes.budget
-        time_s = budget.trials_s(tried.kept)
-        if not rest or time_s <= budget.start_s:
+    groups, why = [list(codes)], OUT_OF_TIME
+    name_of = dict(FIXES)
+    for _ in range(MOST_PROCESSES):
+        while groups and not tried.open(groups[0]):
+            del groups[0]
+        time_s = processes.budget.trials_s(tried.kept)
+        if not groups or time_s <= processes.budget.start_s:
             why = OUT_OF_TIME
             break
-        options = _options(tried, rest, per_fix_s, time_s, len(codes), budget.processes, attempt)
-        names = ", ".join(name for code, name in FIXES if code in rest)
-        doing, name = f"trying {names}", f"trials-{attempt}"
-        measurement = processes.start(name, options, doing, time_s + budget.grace_s)
-        new = _read(measurement.folder, tried)
-        why = _why_untried(measurement, new is not None, tried.notes)
-        for trial in new or []:
-            processes.say(f"  {trial.name}: {trial.verdict}. {trial.reason}")
-        if not new:
+        rest = tried.open(groups.pop(0))
+        measurement, found = _process(processes, rest, how, tried, time_s, len(codes))
+        why = _why_untried(measurement, found, tried.notes)
+        save()
+        if found:
+            groups.insert(0, rest)
+        elif measurement.ending() is None or measurement.overdue:
             break
-    name_of = dict(FIXES)
+        elif len(rest) > 1:  # one of them ends the process: which?
+            groups[:0] = [rest[: len(rest) // 2], rest[len(rest) // 2 :]]
+        else:
+            tried.trials.append(Trial(rest[0], name_of[rest[0]], "declined", why))
+            save()
     tried.trials += [Trial(code, name_of[code], "declined", why) for code in tried.open(codes)]
-    return tried
+
+
+def _process(
+    processes: Processes,
+    rest: list[str],
+    how: Trying,
+    tried: Tried,
+    time_s: float,
+    comparisons: int,
+) -> tuple[Measurement, bool | None]:
+    """Runs one trial process; returns it, and whether it has found anything (see `read`)."""
+    tried.attempts += 1
+    options = _options(tried, rest, how, time_s, comparisons, processes.budget.processes)
+    names = ", ".join(name for code, name in FIXES if code in rest)
+    told = _Told(processes)
+    measurement = processes.start(
+        f"trials-{tried.attempts}",
+        options,
+        f"trying {names}",
+        time_s + processes.budget.grace_s,
+        env=plans.environment(tried.kept),
+        look=told,
+        kept=tried.kept,
+    )
+    found = read(measurement.folder, tried)
+    told(measurement.folder)
+    return measurement, found
+
+
+class _Told:
+    """Tells each trial of a process as soon as the process has written it."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._seen = (0, 0)
+        self._told = 0
+
+    def __call__(self, folder: Path) -> None:
+        try:
+            at = (folder / "trials.json").stat()
+            if (at.st_mtime_ns, at.st_size) == self._seen:
+                return
+            self._seen = (at.st_mtime_ns, at.st_size)
+            data = json.loads((folder / "trials.json").read_bytes())
+            for trial in data["trials"][self._told :]:
+                self._processes.say(f"  {trial['name']}: {trial['verdict']}. {trial['reason']}")
+                self._told += 1
+        except (OSError, ValueError, KeyError, TypeError):
+            return
 
 
 def to_apply(kept: Sequence[Trial]) -> list[dict[str, Any]]:
@@ -75,29 +164,28 @@ def to_apply(kept: Sequence[Trial]) -> list[dict[str, Any]]:
 
 
 def _options(
-    tried: Tried,
-    rest: list[str],
-    per_fix_s: float,
-    time_s: float,
-    comparisons: int,
-    proofs: int,
-    attempt: int,
+    tried: Tried, rest: list[str], how: Trying, time_s: float, comparisons: int, proofs: int
 ) -> dict[str, Any]:
     trial = {
         "fixes": rest,
         "budget_s": time_s,
         "launched_at": time.time(),
-        "per_fix_s": per_fix_s,
+        "per_fix_s": how.per_fix_s,
         "processes": proofs,
         "comparisons": comparisons,
-        "seed": 1000 * attempt,
+        "seed": 1000 * tried.attempts,
         "aa": asdict(tried.aa) if tried.aa is not None else None,
+        "findings": dict(how.findings),
+        "steps_remaining": how.steps_remaining,
     }
-    return {"apply": to_apply(tried.kept), "trial": trial}
+    options: dict[str, Any] = {"apply": to_apply(tried.kept), "trial": trial}
+    if how.surveyed:
+        options["survey"] = {"fixes": list(how.surveyed), "findings": dict(how.findings)}
+    return options
 
 
-def _read(folder: Path, tried: Tried) -> list[Trial] | None:
-    """Adds what a trial process has left in its folder to `tried`; returns its trials, None where it left nothing."""
+def read(folder: Path, tried: Tried) -> bool | None:
+    """Adds what a trial process has left in its folder to `tried`; returns whether there was any trial, None where it left nothing."""
     try:
         data = json.loads((folder / "trials.json").read_bytes())
         trials = msgspec.convert(data["trials"], list[Trial])
@@ -113,14 +201,14 @@ def _read(folder: Path, tried: Tried) -> list[Trial] | None:
     tried.aa = tried.aa or aa
     tried.torch = torch
     tried.notes += notes
-    return trials
+    return bool(trials)
 
 
-def _why_untried(measurement: Measurement, result: bool, notes: list[str]) -> str:
+def _why_untried(measurement: Measurement, result: bool | None, notes: list[str]) -> str:
     """Returns why a fix has no result that a trial process did not get to, or not through; notes what went wrong."""
     ending = measurement.ending()
-    if not result or (ending and not measurement.overdue):
-        less = "" if result else " and left no result"
+    if result is None or (ending and not measurement.overdue):
+        less = "" if result is not None else " and left no result"
         how = ending or "ended"
         notes.append(
             f"a trial process: the script {how}{less}. Its output is in {output_of(measurement)}"
@@ -128,3 +216,19 @@ def _why_untried(measurement: Measurement, result: bool, notes: list[str]) -> st
     if measurement.overdue:
         return OUT_OF_TIME
     return f"the script {ending or 'ended'} before it could be tried{', or while it was' if ending else ''}"
+
+
+def too_dear(trial: Trial, steps_remaining: int | None) -> Trial:
+    """Returns a trial as it stands when so many steps remain: a fix whose warm-up does not pay in them is not kept."""
+    found = trial.comparison
+    if steps_remaining is None or trial.verdict != "kept" or found is None or not trial.warmup_s:
+        return trial
+    saved_s = found.old_s - found.new_s
+    steps = trial.warmup_s / saved_s if saved_s > 0 else float("inf")
+    if steps <= steps_remaining:
+        return trial
+    reason = (
+        f"{trial.reason}; but its warm-up of {trial.warmup_s:.0f} s pays back after {steps:.0f} steps only, and the job "
+        f"has {steps_remaining} left (--steps-remaining)"
+    )
+    return replace(trial, verdict="not kept", reason=reason)

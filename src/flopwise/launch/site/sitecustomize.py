@@ -77,25 +77,42 @@ class _AfterTorch:
         return spec
 
 
+def _load(package: str) -> None:
+    """Loads flopwise from the folder that started this run, unless it is there."""
+    if "flopwise" in sys.modules:
+        return
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec: Any = spec_from_file_location(
+        "flopwise", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
+    )
+    module = module_from_spec(spec)
+    sys.modules["flopwise"] = module
+    spec.loader.exec_module(module)
+
+
 def _attach(package: str) -> None:
     """Loads flopwise from the folder that started this run, and attaches. Never raises."""
     try:
-        if "flopwise" not in sys.modules:
-            from importlib.util import module_from_spec, spec_from_file_location
-
-            spec: Any = spec_from_file_location(
-                "flopwise",
-                os.path.join(package, "__init__.py"),
-                submodule_search_locations=[package],
-            )
-            module = module_from_spec(spec)
-            sys.modules["flopwise"] = module
-            spec.loader.exec_module(module)
+        _load(package)
         from flopwise import bootstrap
 
         bootstrap.attach()
     except Exception as error:
         _complain(f"{type(error).__name__}: {error}")
+
+
+def _redirect(package: str, apart: str) -> None:
+    """Has this process of a trial write into the trial's own folder. If that fails it ends: it would write elsewhere."""
+    try:
+        _load(package)
+        from flopwise.launch import redirect
+
+        redirect.install(apart)
+    except BaseException as error:
+        sys.stderr.write(f"flopwise: cannot redirect what this process writes ({error!r})\n")
+        sys.stderr.flush()
+        os._exit(70)
 
 
 def _complain(why: str) -> None:
@@ -110,6 +127,9 @@ def _complain(why: str) -> None:
 def _main() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     package = os.path.dirname(os.path.dirname(here))
+    apart = os.environ.get("FLOPWISE_APART")
+    if apart:
+        _redirect(package, apart)
     if not os.environ.get("FLOPWISE_RUN") or os.environ.get("FLOPWISE_DISABLE", "") not in (
         "",
         "0",
