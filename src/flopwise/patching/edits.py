@@ -96,8 +96,13 @@ class Edits:
         """Returns the module with the lines that belong behind its imports."""
         if not self._top:
             return module.with_changes(body=body)
-        lines = [self._parsed(line) for line in self._top]
         place = _behind_imports(self.script.module)
+        imports = [line for line in self._top if line.startswith("import ")]
+        body = [*body[:place], *(self._parsed(line) for line in imports), *body[place:]]
+        place += len(imports)
+        lines = [self._parsed(line) for line in self._top if line not in imports]
+        if not lines:
+            return module.with_changes(body=body)
         if place < len(body):
             lines[0] = lines[0].with_changes(leading_lines=())
             following = body[place]
@@ -198,10 +203,17 @@ def _appended(args: list[cst.Arg], values: dict[str, str]) -> list[cst.Arg]:
             whitespace_after=_without_comment(between[-1].whitespace_after)
         )
     if isinstance(last.comma, cst.Comma):  # a trailing comma stays one
-        tail: Any = last.comma
-        if not between and _breaks(last.comma):
-            comma = cst.Comma(whitespace_after=cst.SimpleWhitespace(" "))
-        return _separated(new, comma, tail, [*args[:-1], last.with_changes(comma=comma)])
+        own = last.comma.whitespace_after
+        tail: Any = last.comma.with_changes(whitespace_after=_without_comment(own))
+        space = comma.whitespace_after
+        if isinstance(space, cst.ParenthesizedWhitespace) and isinstance(
+            own, cst.ParenthesizedWhitespace
+        ):  # the comment on the last line stays on it
+            kept = space.with_changes(first_line=own.first_line)
+            last = last.with_changes(comma=comma.with_changes(whitespace_after=kept))
+        else:
+            last, tail = last.with_changes(comma=comma), last.comma
+        return _separated(new, comma, tail, [*args[:-1], last])
     tail = last.whitespace_after_arg
     last = last.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
     done = _separated(new, comma, None, [*args[:-1], last])

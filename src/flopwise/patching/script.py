@@ -149,6 +149,9 @@ class Script:
                 value = argument(owner, call, dotted, bool(self._self_of(owner)))
                 if value is not None:
                     found.append(Binding(value, (), caller))
+            default = default_of(owner, dotted)
+            if default is not None:
+                found.append(Binding(default, (), self.scope(owner)))
         return found
 
     def bound(self, key: tuple[int, str]) -> list[Binding]:
@@ -184,6 +187,16 @@ class Script:
             f for f in self.functions if f.name.value == name and methods == bool(self.is_method(f))
         ]
         return found[0] if len(found) == 1 else None
+
+    def returned(self, function: cst.FunctionDef) -> list[cst.BaseExpression]:
+        """Returns what a function may return."""
+        return [
+            node.value
+            for node in descendants(function.body)
+            if isinstance(node, cst.Return)
+            and node.value is not None
+            and self.scope(node) is function
+        ]
 
     def class_called(self, call: cst.Call) -> cst.ClassDef | None:
         """Returns the class of this script that a call makes an instance of."""
@@ -223,13 +236,7 @@ class Script:
         if isinstance(value, cst.Call):
             function = self.function_called(value)
             if function is not None and function.name.value != "__init__":
-                returned = [
-                    node.value
-                    for node in descendants(function.body)
-                    if isinstance(node, cst.Return)
-                    and node.value is not None
-                    and self.scope(node) is function
-                ]
+                returned = self.returned(function)
                 return [o for r in returned for o in self.origins(r, function, path, depth - 1)]
         return [(value, scope)] if not path else []
 
@@ -322,6 +329,15 @@ def parameters(function: cst.FunctionDef) -> list[str]:
     """Returns the names of a function's parameters, positional ones first."""
     given = function.params
     return [p.name.value for p in (*given.posonly_params, *given.params, *given.kwonly_params)]
+
+
+def default_of(function: cst.FunctionDef, name: str) -> cst.BaseExpression | None:
+    """Returns what a parameter is where callers do not say."""
+    given = function.params
+    for parameter in (*given.posonly_params, *given.params, *given.kwonly_params):
+        if parameter.name.value == name:
+            return parameter.default
+    return None
 
 
 def argument(

@@ -40,7 +40,7 @@ GROWING = ("append", "extend", "update", "add_")
 DEEPEST = 4
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Forward:
     """The statements of one block from the first call of the model to the loss."""
 
@@ -49,6 +49,11 @@ class Forward:
     calling: tuple[Statement, ...]  # those that call the model
     feeding: tuple[Statement, ...]  # those that the loss depends on, in order, `calling` among them
     backward: cst.Call
+
+    def same(self, other: Forward) -> bool:
+        """Whether this is the way from the same calls of a model to the same backward."""
+        pairs = zip(self.calling, other.calling, strict=False)
+        return self.backward is other.backward and all(a is b for a, b in pairs)
 
     def span(self) -> tuple[Statement, ...]:
         """Returns all statements of the block from the first call of the model to the loss."""
@@ -75,10 +80,9 @@ class Training:
         self._find_trained()
         for call in self.script.calls:
             if self._is_backward(call):
-                found = self._forward_of(call, call, None, DEEPEST)
-                self.forwards += [
-                    f for f in found if all(f.calling[0] is not g.calling[0] for g in self.forwards)
-                ]
+                for found in self._forward_of(call, call, None, DEEPEST):
+                    if not any(found.same(other) for other in self.forwards):
+                        self.forwards.append(found)
 
     # ------------------------------------------------------------------ models
 
@@ -183,7 +187,8 @@ class Training:
                 continue
             if assigned_in(earlier) & need:
                 found.insert(0, earlier)
-                need |= names_in(earlier)
+                need -= _given_anew(earlier)
+                need |= _read_in(earlier)
         return tuple(found)
 
     def _calls_below(
@@ -244,15 +249,31 @@ class Training:
                 source = self._renames(node.value, scope)
                 for target in targets:
                     dotted = text(target)
-                    if dotted is None:
-                        continue
-                    self._join((scope, dotted), (scope, source or dotted))
+                    if dotted is not None:
+                        self._join((scope, dotted), (scope, source or dotted))
+                    self._join_returned(target, node.value, scope)
         for function in self.script.functions:
             for name in parameters(function):
                 for binding in self.script.bindings(function, name):
                     dotted = text(binding.value)
                     if dotted is not None and binding.scope is not function:
                         self._join((function, name), (binding.scope, dotted))
+
+    def _join_returned(self, target: cst.CSTNode, value: cst.BaseExpression, scope: Scope) -> None:
+        """Joins what a call is assigned to with what this script's function returns, element by element."""
+        function = self.script.function_called(value) if isinstance(value, cst.Call) else None
+        if function is None:
+            return
+        for returned in self.script.returned(function):
+            for one, other in zip(_elements(target), _elements(returned), strict=False):
+                dotted = text(one)
+                name = (
+                    self._renames(other, function)
+                    if isinstance(other, cst.BaseExpression)
+                    else None
+                )
+                if dotted is not None and name is not None:
+                    self._join((scope, dotted), (function, name))
 
     def _renames(self, value: cst.BaseExpression, scope: Scope) -> str | None:
         """Returns the name whose model an expression is, as it is, moved or wrapped."""
@@ -296,6 +317,41 @@ class Training:
             and any(name.startswith("torch.optim.") for name in self.script.imported(n.func))
             for n in descendants(function.body)
         )
+
+
+def _elements(value: cst.CSTNode) -> list[cst.CSTNode]:
+    """Returns the elements of a tuple, or the one expression."""
+    if isinstance(value, (cst.Tuple, cst.List)):
+        return [e.value for e in value.elements]
+    return [value]
+
+
+def _given_anew(statement: cst.CSTNode) -> set[str]:
+    """Returns the names whose former values a statement does away with."""
+    if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
+        return set()
+    assign = statement.body[0]
+    if not isinstance(assign, cst.Assign):
+        return set()
+    found: set[str] = set()
+    for target in assign.targets:
+        parts = (
+            [e.value for e in target.target.elements]
+            if isinstance(target.target, (cst.Tuple, cst.List))
+            else [target.target]
+        )
+        found |= {p.value for p in parts if isinstance(p, cst.Name)}
+    return found
+
+
+def _read_in(statement: cst.CSTNode) -> set[str]:
+    """Returns the names that a statement reads."""
+    if _given_anew(statement):
+        assert isinstance(statement, cst.SimpleStatementLine)
+        assign = statement.body[0]
+        assert isinstance(assign, cst.Assign)
+        return names_in(assign.value)
+    return names_in(statement)
 
 
 def assigned_in(statement: cst.CSTNode) -> set[str]:

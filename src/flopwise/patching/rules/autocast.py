@@ -46,7 +46,8 @@ def write(setting: dict[str, str], view: View) -> Written:
     pieces: list[tuple[tuple[Statement, ...], str | None, Forward]] = []
     for forward in training.forwards:
         for span, tensor in _pieces(forward, view, by_hand):
-            pieces.append((span, tensor, forward))
+            if not any(_same(span, other) and tensor == t for other, t, _ in pieces):
+                pieces.append((span, tensor, forward))
     taken: set[int] = set()
     for span, _, forward in pieces:
         if taken & {id(s) for s in span}:
@@ -60,6 +61,10 @@ def write(setting: dict[str, str], view: View) -> Written:
         if tensor is not None:
             view.edits.after(span[-1], f"{tensor} = {tensor}.float()")
     return Written(tuple(view.script.line(span[0]) for span, _, _ in pieces))
+
+
+def _same(one: tuple[Statement, ...], other: tuple[Statement, ...]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 def _pieces(

@@ -41,7 +41,8 @@ def write(setting: dict[str, str], view: View) -> Written:
     for call in chosen:
         _write(call, values, view)
     notes = [f"in place of {', '.join(replaced)}"] if replaced else []
-    if values.get("persistent_workers") == "True":
+    shuffled = any(_sampler_fits(c, "RandomSampler") is not False for c in chosen)
+    if values.get("persistent_workers") == "True" and shuffled:
         notes.append(
             "with persistent_workers torch draws one random number less an epoch: a shuffled order is another one from "
             "the second epoch on"
