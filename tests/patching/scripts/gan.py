@@ -20,7 +20,9 @@ class Generator(nn.Module):
 class Discriminator(nn.Module):
     def __init__(self):
         super().__init__()
-        self.main = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1), nn.Sigmoid())
+        self.main = nn.Sequential(
+            nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1), nn.Sigmoid()
+        )
 
     def forward(self, x):
         return self.main(x)
@@ -31,7 +33,9 @@ netD = Discriminator().to(device)
 criterion = nn.BCELoss()
 optimizerD = optim.Adam(netD.parameters(), lr=0.0002, betas=(0.5, 0.999))
 optimizerG = optim.Adam(netG.parameters(), lr=0.0002, betas=(0.5, 0.999))
-dataloader = DataLoader(TensorDataset(torch.randn(96, 16)), batch_size=8, shuffle=True, num_workers=0)
+dataloader = DataLoader(
+    TensorDataset(torch.randn(96, 16)), batch_size=8, shuffle=True, num_workers=0
+)
 
 for i, data in enumerate(dataloader, 0):
     # train with real
