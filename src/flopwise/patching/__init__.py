@@ -34,6 +34,7 @@ RULES: dict[str, Rule] = {
     "cudnn-benchmark": switches.write_cudnn_benchmark,
 }
 OF_THE_LOOP = ("channels-last", "bf16-autocast", "compile-model")
+BEFORE = "it is set before the process starts, not in the script"
 ONLY_RUNNING = "it changes what happens inside the running process: flopwise run --plan applies it"
 
 
@@ -96,6 +97,10 @@ def rule_of(name: str) -> str | None:
 
 def _outcome(fix: PlannedFix, view: View) -> Outcome:
     rule = rule_of(fix.name)
+    variables: dict[str, str] = getattr(fix, "environment", {})
+    if variables:
+        lines = tuple(f"export {name}={value}" for name, value in variables.items())
+        return Outcome(fix.code, fix.name, False, note=BEFORE, by_hand=lines)
     if rule is None:
         return Outcome(fix.code, fix.name, False, note=ONLY_RUNNING)
     setting = dict(fix.setting)

@@ -26,13 +26,13 @@ def write(setting: dict[str, str], view: View) -> Written:
     Raises:
         Left: there is none, or it cannot be told which.
     """
-    only(setting, *NUMBERS, "pin_memory", "persistent_workers", "match")
+    only(setting, *NUMBERS, "pin_memory", "persistent_workers", "match", "had_workers")
     values = _values(setting)
     by_hand = f"DataLoader(..., {', '.join(f'{k}={v}' for k, v in values.items())})"
     calls = view.script.calls_of(*LOADER)
     if not calls:
         raise Left("no call of torch's DataLoader was found", by_hand)
-    chosen = _chosen(calls, setting.get("match", ""), view, by_hand)
+    chosen = _chosen(calls, setting, view, by_hand)
     for call in chosen:
         problem = _problem(call, view)
         if problem:
@@ -73,43 +73,66 @@ def _values(setting: dict[str, str]) -> dict[str, str]:
     return values
 
 
-def _chosen(calls: list[cst.Call], match: str, view: View, by_hand: str) -> list[cst.Call]:
+def _chosen(
+    calls: list[cst.Call], setting: dict[str, str], view: View, by_hand: str
+) -> list[cst.Call]:
     """Returns the calls that the plan means."""
-    if not match:
-        return calls  # as `run --plan` does: every loader that has no workers
-    answers = {id(c): _fits(c, match, view) for c in calls}
+    match, had = setting.get("match", ""), setting.get("had_workers", "0")
+    answers = {id(c): _fits(c, match, had, view) for c in calls}
     sure = [c for c in calls if answers[id(c)] is True]
     left = [c for c in calls if answers[id(c)] is not False]
-    if sure and len(sure) == len(left):
-        return sure
+    said = f"{match or 'any data set'}, {had} workers"
+    if not left:
+        raise Left(f"no DataLoader call is that of the plan ({said})", by_hand)
+    if len(sure) == len(left) or not match:
+        return left  # without a match `run --plan` takes every loader with as few workers
     feeding = feeding_training(view)
     fed = [c for c in left if any(c is f for f in feeding)]
     if len(fed) == 1:
-        return fed if not sure else [c for c in left if c is fed[0] or c in sure]
+        return [c for c in left if c is fed[0] or c in sure]
     if len(left) == 1:
         return left
     lines = ", ".join(str(view.script.line(c)) for c in left)
-    if not left:
-        raise Left(f"no DataLoader call is that of the plan ({match})", by_hand)
     raise Left(
-        f"the DataLoader calls in lines {lines} may all be that of the plan ({match})", by_hand
+        f"the DataLoader calls in lines {lines} may all be that of the plan ({said})", by_hand
     )
 
 
-def _fits(call: cst.Call, match: str, view: View) -> bool | None:
-    """Whether a call builds the loader of this fingerprint; None where the text does not tell."""
-    wanted = match.rsplit(", ", 2)
-    if len(wanted) != 3 or has_star(call):
+def _fits(call: cst.Call, match: str, had: str, view: View) -> bool | None:
+    """Whether a call builds the loader of this fingerprint and workers; None where the text does not tell."""
+    if has_star(call):
         return None
     scope = view.script.scope(call)
-    answers = [
-        _dataset_fits(call, wanted[0], scope, view),
-        _batch_fits(call, wanted[1], scope, view),
-        _sampler_fits(call, wanted[2]),
-    ]
+    answers = [_workers_fit(call, had, scope, view)]
+    wanted = match.rsplit(", ", 2)
+    if match and len(wanted) != 3:
+        return None
+    if match:
+        answers += [
+            _dataset_fits(call, wanted[0], scope, view),
+            _batch_fits(call, wanted[1], scope, view),
+            _sampler_fits(call, wanted[2]),
+        ]
     if False in answers:
         return False
     return True if all(answers) else None
+
+
+def _workers_fit(call: cst.Call, had: str, scope: Scope, view: View) -> bool | None:
+    """Whether a loader has as many workers as the one that was measured."""
+    value = given(call, "num_workers", PLACES["num_workers"])
+    if value is None:
+        return None if _unpacks(call) else had == "0"
+    number = _number(value, scope, view)
+    return None if number is None else str(number) == had
+
+
+def _number(value: cst.BaseExpression, scope: Scope, view: View) -> int | None:
+    """Returns the one whole number that an expression is, None where the text does not tell."""
+    found = [made for made, _ in view.script.origins(value, scope)] or [value]
+    numbers = {made.evaluated_value for made in found if isinstance(made, cst.Integer)}
+    sure = len(numbers) == 1 and all(isinstance(made, cst.Integer) for made in found)
+    return numbers.pop() if sure else None
 
 
 def _dataset_fits(call: cst.Call, wanted: str, scope: Scope, view: View) -> bool | None:
@@ -142,11 +165,8 @@ def _batch_fits(call: cst.Call, wanted: str, scope: Scope, view: View) -> bool |
     value = given(call, "batch_size", PLACES["batch_size"])
     if value is None:
         return None if _unpacks(call) else wanted == "batch 1"
-    found = [made for made, _ in view.script.origins(value, scope)] or [value]
-    if any(not isinstance(made, cst.Integer) for made in found):
-        return None
-    numbers = {made.evaluated_value for made in found if isinstance(made, cst.Integer)}
-    return f"batch {numbers.pop()}" == wanted if len(numbers) == 1 else None
+    number = _number(value, scope, view)
+    return None if number is None else f"batch {number}" == wanted
 
 
 def _sampler_fits(call: cst.Call, wanted: str) -> bool | None:

@@ -50,7 +50,12 @@ def write_compile(setting: dict[str, str], view: View) -> Written:
     Raises:
         Left: no model with a place of its own was found, or torch would leave it uncompiled.
     """
-    only(setting, "mode")
+    only(setting, "mode", "parts", "deadline_s")
+    if setting.get("parts", "whole") != "whole":
+        raise Left(
+            "its blocks are compiled one by one, and which these are is not in the plan",
+            "for block in model.blocks: block.compile()  # under the name that the blocks have",
+        )
     mode = setting.get("mode", "default")
     if mode not in MODES:
         raise Left(f"mode {mode[:40]!r} has no form in a script")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from flopwise.patching.outcome import Left, View, Written
+from flopwise.patching.outcome import Left, View, Written, only
 from flopwise.patching.script import text
 
 
@@ -14,7 +14,8 @@ def write_tf32(setting: dict[str, str], view: View) -> Written:
     Raises:
         Left: the script sets the precision of products itself.
     """
-    precision = setting.get("precision", setting.get("float32_matmul_precision", "high"))
+    only(setting, "precision")
+    precision = {"tf32": "high"}.get(word := setting.get("precision", "high"), word)
     if precision not in ("high", "medium"):
         raise Left(f"precision {precision[:40]!r} has no form in a script")
     line = f'set_float32_matmul_precision("{precision}")'
@@ -35,6 +36,7 @@ def write_cudnn_benchmark(setting: dict[str, str], view: View) -> Written:
     Raises:
         Left: the script sets it itself.
     """
+    only(setting, "benchmark")
     line = "backends.cudnn.benchmark = True"
     _alone(view, f"torch.{line}", attributes=("benchmark",), within=("cudnn",))
     view.edits.at_top(f"{view.edits.torch()}.{line}")
