@@ -159,6 +159,8 @@ def with_keywords(values: dict[str, str], drop: Sequence[str] = ()) -> Change:
 
     def change(call: cst.Call) -> cst.Call:
         args = [a for a in call.args if a.keyword is None or a.keyword.value not in drop or a.star]
+        if args and args[-1] is not call.args[-1]:  # the last one is left out: end as it did
+            args[-1] = args[-1].with_changes(comma=call.args[-1].comma)
         left = dict(values)
         for place, arg in enumerate(args):
             if arg.keyword is not None and arg.keyword.value in left:

@@ -119,9 +119,14 @@ class Script:
     # ------------------------------------------------------------------ names
 
     def imported(self, node: cst.CSTNode) -> frozenset[str]:
-        """Returns the full names that an expression may stand for by imports, e.g. torch.optim.AdamW."""
+        """Returns the full names that an expression may stand for by imports, e.g. torch.optim.AdamW.
+
+        None where it may also stand for something of the script's own.
+        """
         names = self._names.get(node) or ()
-        names = names() if callable(names) else names
+        names = list(names() if callable(names) else names)
+        if any(n.source is QualifiedNameSource.LOCAL for n in names):
+            return frozenset()
         return frozenset(n.name for n in names if n.source is QualifiedNameSource.IMPORT)
 
     def calls_of(self, *prefixes: str) -> list[cst.Call]:

@@ -10,7 +10,15 @@ from __future__ import annotations
 import libcst as cst
 
 from flopwise.patching.outcome import Left, View, Written, only
-from flopwise.patching.script import Script, Statement, descendants, parameters, text
+from flopwise.patching.script import (
+    Scope,
+    Script,
+    Statement,
+    descendants,
+    matches,
+    parameters,
+    text,
+)
 from flopwise.patching.training import Forward
 
 #: Methods that tensors have and what else models return has not.
@@ -20,6 +28,32 @@ TENSOR = {
 }  # fmt: skip
 #: Attributes that tensors have, too.
 TENSOR_ATTRIBUTES = {"shape", "data", "dtype", "device", "ndim", "T"}
+#: Methods that do no products, of tensors and of Python's own objects.
+PLAIN_METHODS = {
+    "float", "item", "items", "keys", "values", "append", "update", "get", "clone", "to", "zero_grad", "mul", "div",
+    "add", "sub", "pow", "exp", "log", "square", "abs", "clamp", "masked_fill", "gather", "numel", "train", "long",
+    "type", "expand", "repeat", "chunk", "split", "unbind", "format", "step", "time", "no_grad",
+}  # fmt: skip
+PLAIN_FUNCTIONS = (
+    "time.", "logging.", "torch.mean", "torch.sum", "torch.stack", "torch.cat", "torch.max", "torch.min", "torch.argmax",
+    "torch.zeros", "torch.ones", "torch.full", "torch.randn", "torch.rand", "torch.arange", "torch.tensor",
+    "torch.no_grad", "torch.enable_grad", "torch.exp", "torch.log", "torch.abs", "torch.square", "torch.where",
+    "torch.flatten", "torch.squeeze", "torch.isnan", "torch.zeros_like", "torch.ones_like", "torch.randn_like",
+)  # fmt: skip
+BUILTINS = {
+    "isinstance", "len", "range", "zip", "enumerate", "sum", "tuple", "list", "dict", "float", "int", "print", "getattr",
+    "hasattr", "min", "max", "abs", "str", "bool", "iter", "next", "reversed", "sorted", "type", "super",
+}  # fmt: skip
+#: Functions of torch.nn.functional that multiply matrices: no losses.
+PRODUCTS = (
+    "linear",
+    "bilinear",
+    "conv",
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "embedding_bag",
+)
+
 #: Losses that refuse to run under autocast on a GPU. Source: "Autocast Op Reference", docs of torch.amp, torch 2.11.
 UNSAFE = ("BCELoss", "binary_cross_entropy")
 
@@ -80,6 +114,13 @@ def _pieces(
         raise Left(
             f"line {line}: another backward() lies between the forward and its loss", *by_hand
         )
+    strange = next((s for part in span if (s := _strange(part, forward.scope, view))), None)
+    if strange is not None:
+        raise Left(
+            f"line {view.script.line(strange)}: what is computed there, between the model and its loss, is in float32 under "
+            "the plan, and would not be under autocast",
+            *by_hand,
+        )
     words = view.script.text
     if any(f"{name}(" in words for name in UNSAFE):
         raise Left(
@@ -88,6 +129,38 @@ def _pieces(
             *by_hand,
         )
     return [(span, None)]
+
+
+def _strange(
+    node: cst.CSTNode, scope: Scope, view: View, seen: tuple[cst.FunctionDef, ...] = ()
+) -> cst.CSTNode | None:
+    """Returns what in a statement autocast might round that the model and its loss are not; None where all is plain."""
+    script = view.script
+    for inside in descendants(node):
+        if isinstance(inside, (cst.MatrixMultiply, cst.MatrixMultiplyAssign)):
+            return node
+        if not isinstance(inside, cst.Call):
+            continue
+        if view.training.is_trained(inside.func, scope) or is_loss(inside, script):
+            continue
+        names = script.imported(inside.func)
+        if names:
+            if all(matches(n, PLAIN_FUNCTIONS) for n in names):
+                continue
+            return inside
+        function = script.function_called(inside)
+        if function is not None:
+            if any(function is s for s in seen):
+                continue
+            found = _strange(function.body, function, view, (*seen, function))
+            if found is not None:
+                return found
+        elif isinstance(inside.func, cst.Attribute):
+            if inside.func.attr.value not in TENSOR | PLAIN_METHODS:
+                return inside
+        elif text(inside.func) not in BUILTINS and script.class_called(inside) is None:
+            return inside
+    return None
 
 
 def _tensor(statement: Statement, forward: Forward, view: View) -> str | None:
@@ -141,8 +214,9 @@ def _use(name: cst.CSTNode, view: View) -> str | None:
 
 def is_loss(call: cst.Call, script: Script) -> bool:
     """Whether a call is one of a loss of torch: a function, or an instance of its classes."""
-    if any(n.startswith("torch.nn.functional.") for n in script.imported(call.func)):
-        return True
+    names = {n.removeprefix("torch.nn.functional.") for n in script.imported(call.func)}
+    if names and names != script.imported(call.func):
+        return not any(n.startswith(PRODUCTS) for n in names)
     dotted = text(call.func)
     if dotted is None:
         return False
