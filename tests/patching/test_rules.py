@@ -169,6 +169,7 @@ class TestOptimizers:
         [
             ("o = getattr(torch.optim, name)(p)", "no optimizer of torch is made by name"),
             ("o = torch.optim.RMSprop(p)", "RMSprop: no fused form"),
+            ("o = torch.optim.SGD(p, fused=True)", "are fused already"),
             ("o = torch.optim.Adam(p, capturable=True)", "capturable is set"),
             ("o = torch.optim.lr_scheduler.StepLR(o, 1)", "no optimizer of torch"),
         ],

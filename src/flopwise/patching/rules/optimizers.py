@@ -49,6 +49,9 @@ def write(setting: dict[str, str], view: View) -> Written:
     if not fusable:
         kinds = ", ".join(sorted({_kind(c, view) for c in calls}))
         raise Left(f"{kinds}: no fused form that is sure to work", BY_HAND)
+    fusable = [c for c in fusable if text(given(c, "fused") or c) != "True"]
+    if not fusable:
+        raise Left("the script's optimizers are fused already")
     for call in fusable:
         problem = _problem(call)
         if problem:
