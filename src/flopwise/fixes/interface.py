@@ -98,6 +98,9 @@ class Applied(ABC):
 
     setting: dict[str, str]  # what was chosen, for the plan
     compile_s: float = 0.0  # spent compiling so far
+    #: Of the least precise arithmetic that it brings into the forward; 0: it touches it and changes no number;
+    #: None: it does not touch the forward.
+    unit_roundoff: float | None = None
 
     @abstractmethod
     def enable(self) -> None:
@@ -153,6 +156,8 @@ class Fix(ABC):
     findings: ClassVar[tuple[str, ...]] = ()
     #: Only when asked for by name: it changes more than time and rounding (see "What can change").
     opt_in: ClassVar[bool] = False
+    #: Tried on top of all that was kept, and not together with the others: it compiles what it finds.
+    late: ClassVar[bool] = False
     #: Codes of fixes that must not be on together with it; of two, the one that gains more alone stays.
     conflicts: ClassVar[tuple[str, ...]] = ()
 

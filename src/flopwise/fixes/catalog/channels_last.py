@@ -75,6 +75,8 @@ class ChannelsLast(Fix):
 
 
 class _Applied(Applied):
+    unit_roundoff = FLOAT32
+
     def __init__(self, modules: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> None:
         self.setting = {"memory_format": "channels_last"}
         self._modules = modules

@@ -67,6 +67,7 @@ class CompileModel(Fix):
     causes = ("launch-bound", "memory-bound")
     findings = ("L107", "L103", "L112")
     numerics = "reordered"
+    late = True
 
     def check(self, scene: Scene) -> Eligible | Declined:
         """Returns whether compiling may be tried."""
@@ -81,6 +82,8 @@ class CompileModel(Fix):
 
 
 class _Applied(Applied):
+    unit_roundoff = FLOAT32
+
     def __init__(self, modules: list[nn.Module], deadline_s: float = DEADLINE_S) -> None:
         self.setting = {"mode": "default"}
         self.compile_s = 0.0  # by torch's own account
