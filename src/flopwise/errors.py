@@ -7,6 +7,7 @@ FlopwiseError                 anything that is ours to explain; the command line
 ├── HardwareError             a device, or its row in the table of accelerators, cannot be used as asked
 ├── NothingMeasuredError      the script ran, and there was no training step to measure
 ├── PlanError                 a plan does not fit the script, the device or this flopwise
+├── PatchError                a script cannot be read or patched (patching)
 ├── TraceError                a trace cannot be read (trace.stream)
 ├── SourceError               nothing that can be read is at a path (trace.sources)
 │   └── SourceConflict        two files are of the same rank
@@ -57,6 +58,10 @@ class NothingMeasuredError(FlopwiseError):
 
 class PlanError(FlopwiseError):
     """A plan does not fit the script, the device or this flopwise."""
+
+
+class PatchError(FlopwiseError):
+    """A script cannot be read or patched."""
 
 
 class AttachError(FlopwiseError):

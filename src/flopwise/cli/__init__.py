@@ -15,7 +15,7 @@ from flopwise.cli.launching import split
 from flopwise.errors import FlopwiseError
 
 #: The commands, in the order of the help. Each is a module of this package.
-COMMANDS = ("run", "tune", "report", "analyze", "compare", "ceilings", "env")
+COMMANDS = ("run", "tune", "patch", "report", "analyze", "compare", "ceilings", "env")
 #: Those that start a job: the words of the job are taken off before argparse reads the rest.
 STARTING = ("run", "tune")
 

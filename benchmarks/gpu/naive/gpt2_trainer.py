@@ -1,0 +1,98 @@
+"""Trains GPT-2 124M through Transformers' Trainer, with the flags that its documentation recommends for speed.
+
+python gpt2_trainer.py --steps 300 [--plain: with none of them]. Needs transformers and accelerate.
+"""
+
+import argparse
+import tempfile
+
+import numpy as np
+import torch
+from step_times import StepTimes
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+
+class Text(Dataset):
+    def __init__(self, vocab, length, count):
+        random = np.random.default_rng(0)
+        self.tokens = (random.zipf(1.2, 2_000_000) % vocab).astype(np.uint16)
+        self.length = length
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        start = i * 2654435761 % (len(self.tokens) - self.length)
+        piece = torch.from_numpy(self.tokens[start : start + self.length].astype(np.int64))
+        return {"input_ids": piece, "labels": piece}
+
+
+class Clock(TrainerCallback):
+    def __init__(self, times, amount):
+        self.times = times
+        self.amount = amount
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.times.mark(self.amount)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tiny", action="store_true", help="small, for a CPU")
+    parser.add_argument("--times", help="write step times there")
+    parser.add_argument("--plain", action="store_true", help="none of the flags for speed")
+    args = parser.parse_args()
+
+    torch.manual_seed(1234)
+    cuda = torch.cuda.is_available()
+    batch_size, length = (2, 64) if args.tiny else (16, 1024)
+    small = {"n_embd": 64, "n_layer": 2, "n_head": 4} if args.tiny else {}
+    config = GPT2Config(
+        vocab_size=509 if args.tiny else 50257,
+        n_positions=length,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+        use_cache=False,
+        **small,
+    )
+    fast = {}
+    if cuda and not args.plain:
+        fast = {
+            "bf16": True,
+            "tf32": True,
+            "torch_compile": True,
+            "optim": "adamw_torch_fused",
+            "dataloader_num_workers": 4,
+            "dataloader_prefetch_factor": 2,
+        }
+    times = StepTimes(args.times)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            model=GPT2LMHeadModel(config),
+            args=TrainingArguments(
+                output_dir=folder,
+                per_device_train_batch_size=batch_size,
+                max_steps=args.steps,
+                learning_rate=1e-4,
+                weight_decay=0.01,
+                max_grad_norm=1.0,
+                logging_steps=10,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=not cuda,
+                **fast,
+            ),
+            train_dataset=Text(config.vocab_size, length, 1_000_000),
+            callbacks=[Clock(times, batch_size)],
+        )
+        trainer.train()
+    times.write(batch=batch_size)
+
+
+if __name__ == "__main__":
+    main()
