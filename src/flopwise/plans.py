@@ -28,6 +28,7 @@ FIXES = (
     ("FW102", "fused-optimizer"),
     ("FW103", "channels-last"),
     ("FW104", "bf16-autocast"),
+    ("FW117", "unpadded-batches"),
     ("FW105", "compile-model"),
 )
 

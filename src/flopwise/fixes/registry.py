@@ -7,6 +7,7 @@ from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
+from flopwise.fixes.catalog.unpadded_batches import UnpaddedBatches
 from flopwise.fixes.interface import HEADINGS, Fix
 
 FIXES: tuple[type[Fix], ...] = (
@@ -14,6 +15,7 @@ FIXES: tuple[type[Fix], ...] = (
     FusedOptimizer,
     ChannelsLast,
     Bf16Autocast,
+    UnpaddedBatches,
     CompileModel,
 )
 

@@ -24,6 +24,8 @@ Call = Callable[..., Any]
 
 #: Ranks, inner to outer.
 COMPILED, INPUTS, AUTOCAST = 1, 2, 3
+#: Outside of all: it makes another call, and restores the outputs that the others have made of it.
+UNPADDED = 90
 #: Below this share of forward and backward in a step no trial could show a gain of theirs.
 LEAST_COMPUTE_FRAC = 0.05
 
