@@ -59,7 +59,11 @@ class TestOf:
     def test_other_dtypes_shapes_and_places_are_not_remembered(self) -> None:
         copies = HostCopies()
         copies.watch()
-        for sent in (mask().float().to("meta"), mask()[0].to("meta"), mask().to("meta", torch.int32)):
+        for sent in (
+            mask().float().to("meta"),
+            mask()[0].to("meta"),
+            mask().to("meta", torch.int32),
+        ):
             assert copies.of(sent) is None
         copies.unwatch()
 

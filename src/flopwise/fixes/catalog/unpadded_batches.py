@@ -176,9 +176,8 @@ class _Applied(Applied):
         each = (round(n / tally.calls) for n in (tally.tokens, tally.positions, tally.padded))
         tokens, positions, padded = each
         self.setting["positions"] = f"{positions} of {padded} for {tokens} tokens a call"
-        self.setting["lengths"] = (
-            f"known on the host in {tally.calls + tally.plain - tally.read} of {tally.calls + tally.plain} calls"
-        )
+        if tally.read:
+            self.setting["masks_read"] = f"{tally.read} of {tally.calls + tally.plain} calls"
 
 
 def _problem(root: nn.Module) -> str | None:

@@ -2,7 +2,9 @@
 
 The sequences lie one behind the other in a row (1, T); their ends are known to the kernels, so nothing is computed between two of
 them: flash attention for halves, the memory-efficient kernel for float32, both of torch. On a CPU each sequence is
-attended alone, or, where the model is compiled, all together under a block-diagonal mask.
+attended alone. Compiled code on a CPU or in float32 attends to all together under a block-diagonal mask: the compiler
+cannot trace the backward of the memory-efficient kernel (`meta__efficient_attention_backward` lacks an argument in
+torch 2.11 to 2.13), and code for each set of lengths would be new code for each batch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ NAME = "flopwise_unpadded"
 UNSERVED = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask", "cu_seq_lens_q")
 #: Largest head of the flash attention kernels. Source: Dao-AILab/flash-attention, README.
 LARGEST_HEAD = 256
-#: Block-diagonal masks of more rows are not made.
+#: Rows of more positions are not masked.
 MOST_MASKED = 8192
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -40,8 +42,7 @@ class Segments:
 
     ends: torch.Tensor  # (N + 1,) int32: 0, and where each sequence ends
     longest: int  # no sequence is longer
-    lengths: Sequence[int] | None = None  # of each, for a host that loops over them
-    together: torch.Tensor | None = None  # (T, T), True where two positions are of one sequence
+    lengths: Sequence[int]  # of each
 
 
 class _Current:
@@ -49,8 +50,7 @@ class _Current:
 
     ends: torch.Tensor | None = None
     longest: int = 0
-    lengths: Sequence[int] | None = None
-    together: torch.Tensor | None = None
+    lengths: Sequence[int] = ()
 
 
 _NOW = _Current()
@@ -61,13 +61,13 @@ def over(segments: Segments, config: Any) -> Iterator[None]:
     """Runs a model of this configuration with attention within these sequences."""
     before = config._attn_implementation
     _NOW.ends, _NOW.longest = segments.ends, segments.longest
-    _NOW.lengths, _NOW.together = segments.lengths, segments.together
+    _NOW.lengths = segments.lengths
     config._attn_implementation = NAME
     try:
         yield
     finally:
         config._attn_implementation = before
-        _NOW.ends = _NOW.lengths = _NOW.together = None
+        _NOW.ends, _NOW.lengths = None, ()
 
 
 def register() -> None:
@@ -126,16 +126,10 @@ def attend(
     repeats = query.shape[1] // key.shape[1]
     if repeats > 1:
         key, value = (t.repeat_interleave(repeats, dim=1) for t in (key, value))
-    if kind == "cuda":
-        return _on_cuda(query, key, value, dropout, scaling, causal), None
-    if _NOW.together is not None:
-        allowed = _NOW.together.tril() if causal else _NOW.together
-        found = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=allowed, dropout_p=dropout, scale=scaling
-        )
-    else:
-        found = _one_by_one(query, key, value, dropout, scaling, causal)
-    return found.transpose(1, 2).contiguous(), None
+    if torch.compiler.is_compiling() and (kind == "cpu" or query.dtype not in _HALVES):
+        return _masked(query, key, value, dropout, scaling, causal), None
+    attended = _on_cuda if kind == "cuda" else _one_by_one
+    return attended(query, key, value, dropout, scaling, causal), None
 
 
 def _look(
@@ -170,13 +164,35 @@ def _one_by_one(
     scaling: float | None,
     causal: bool,
 ) -> torch.Tensor:
-    assert _NOW.lengths is not None
+    """Returns (1, T, H, D), one sequence after the other."""
     parts = [t.split(list(_NOW.lengths), dim=2) for t in (query, key, value)]
     found = [
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=causal)
         for q, k, v in zip(*parts, strict=True)
     ]
-    return torch.cat(found, dim=2)
+    return torch.cat(found, dim=2).transpose(1, 2).contiguous()
+
+
+def _masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    causal: bool,
+) -> torch.Tensor:
+    """Returns (1, T, H, D), all sequences together under a mask; the compiler makes it once for all layers."""
+    ends = _NOW.ends
+    assert ends is not None
+    places = torch.arange(query.shape[2], device=query.device)
+    member = (places[:, None] >= ends[None, 1:]).sum(1)
+    allowed = member[:, None] == member[None]
+    if causal:
+        allowed = allowed & (places[:, None] >= places[None])
+    found = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=allowed, dropout_p=dropout, scale=scaling
+    )
+    return found.transpose(1, 2).contiguous()
 
 
 def _on_cuda(

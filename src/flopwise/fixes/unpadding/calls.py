@@ -26,7 +26,7 @@ class Names:
         kinds = inspect.Parameter
         self.known = frozenset(
             name
-            for name, p in self._signature.parameters.items()
+            for name, p in list(self._signature.parameters.items())[1:]
             if p.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
         )
         self._rest = next(

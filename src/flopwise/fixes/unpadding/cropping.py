@@ -42,7 +42,9 @@ class Cropped:
     def _cut(self, name: str, value: Any) -> Any:
         if name not in BY_POSITION or not isinstance(value, torch.Tensor) or value.dim() != 2:
             return value
-        return value[:, : self.width] if value.shape[1] == self._padding.width else value
+        if value.shape[1] != self._padding.width:
+            return value
+        return value[:, : self.width].contiguous()
 
     def shape(self) -> Shape:
         """Returns how its outputs are restored."""

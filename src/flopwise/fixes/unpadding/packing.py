@@ -190,12 +190,9 @@ class Packed:
         padding, filler = self._padding, self.positions - self._padding.tokens
         lengths = [*padding.lengths, filler] if filler else list(padding.lengths)
         if not compiled:
-            return Segments(self._ends, max(lengths), lengths if on_host else None)
+            return Segments(self._ends, max(lengths), lengths)
+        if on_host and self.positions > MOST_MASKED:
+            raise Unfit(f"a mask for {self.positions} positions is too large")
         # The same for all batches of this shape: another number would be other code.
         longest = max(padding.width, round(padding.positions * COMPILED_FRAC), MULTIPLE)
-        if not on_host:
-            return Segments(self._ends, longest)
-        if self.positions > MOST_MASKED:
-            raise Unfit(f"a mask for {self.positions} positions is too large")
-        member = torch.bucketize(torch.arange(self.positions), self._ends[1:-1].long(), right=True)
-        return Segments(self._ends, longest, None, member[:, None] == member[None])
+        return Segments(self._ends, longest, lengths)
