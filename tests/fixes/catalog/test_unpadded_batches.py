@@ -1,4 +1,4 @@
-"""Models of a small stand-in for transformers, with its conventions, and of transformers itself where it is installed.
+"""Models of a small stand-in for transformers, with its conventions.
 
 The stand-in: attention functions by the name in the configuration, masks made for names that are known, positions from
 0 up, outputs that are dictionaries with attributes, a loss over labels that are not -100.
@@ -7,7 +7,6 @@ The stand-in: attention functions by the name in the configuration, masks made f
 from __future__ import annotations
 
 import copy
-import importlib
 import io
 import sys
 import types
@@ -25,7 +24,6 @@ from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.unpadded_batches import UnpaddedBatches
 from flopwise.fixes.interface import Applied, Declined, Eligible, Facts, Scene
 from flopwise.fixes.slot import COMPILED, Layers
-from flopwise.fixes.unpadding.attention import NAME
 from flopwise.meter.replay import Snapshot
 
 VOCABULARY = 53
@@ -626,67 +624,3 @@ class TestWithOthers:
         other.off()
         applied.undo()
         assert "attention_mask" not in seen[0]
-
-
-@pytest.fixture
-def real(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> Any:
-    for name in ("transformers", "transformers.modeling_utils"):
-        monkeypatch.delitem(sys.modules, name)
-    try:
-        found: Any = importlib.import_module("transformers")
-    except ImportError:
-        pytest.skip("transformers is not installed")
-    if not hasattr(importlib.import_module("transformers.modeling_utils"), "AttentionInterface"):
-        pytest.skip("this transformers has no interface for attentions")
-    return found
-
-
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-}
-
-
-class TestOfTransformers:
-    @pytest.mark.parametrize(
-        ("kind", "config", "more"),
-        [
-            ("BertForMaskedLM", "BertConfig", SMALL),
-            ("RobertaForMaskedLM", "RobertaConfig", {**SMALL, "pad_token_id": 0}),
-            ("BertForTokenClassification", "BertConfig", {**SMALL, "num_labels": VOCABULARY}),
-            ("LlamaForCausalLM", "LlamaConfig", {**SMALL, "num_key_value_heads": 2}),
-            (
-                "GPT2LMHeadModel",
-                "GPT2Config",
-                {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4},
-            ),
-        ],
-    )
-    def test_numbers_hold(self, real: Any, kind: str, config: str, more: dict[str, Any]) -> None:
-        torch.manual_seed(0)
-        settings = {"bos_token_id": 1, "eos_token_id": 2, **more}
-        model = getattr(real, kind)(getattr(real, config)(**settings)).train()
-        if not getattr(model, "_supports_attention_backend", False):
-            pytest.skip(f"the attention of {kind} cannot be replaced in {real.__version__}")
-        applied = applied_to(model)
-        assert applied.setting["mode"] == "packed"
-        parity = applied.verify(Snapshot(model, (), batch()))
-        assert parity.passed, parity.detail
-        assert applied.setting["mode"] == "packed"
-        applied.enable()
-        found = model(**batch())
-        found["loss"].backward()
-        assert found.logits.shape == (4, 64, VOCABULARY)
-        assert isinstance(found, real.utils.ModelOutput)
-        assert applied.failure() is None
-        applied.undo()
-        assert NAME not in real.modeling_utils.AttentionInterface._global_mapping
-        assert model.config._attn_implementation == "sdpa"
-
-    def test_windows_are_left_alone(self, real: Any) -> None:
-        more = {**SMALL, "num_key_value_heads": 2, "sliding_window": 8}
-        model = real.MistralForCausalLM(real.MistralConfig(**more))
-        assert applied_to(model).setting["mode"] == "cropped"
