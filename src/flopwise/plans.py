@@ -34,6 +34,7 @@ FIXES = (
     ("FW106", "tf32-matmul"),
     ("FW104", "bf16-autocast"),
     ("FW107", "needless-mask"),
+    ("FW117", "unpadded-batches"),
     ("FW111", "padded-dimension"),
     ("FW112", "labelled-logits"),
     ("FW113", "recompute-off"),

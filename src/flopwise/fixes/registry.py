@@ -17,6 +17,7 @@ from flopwise.fixes.catalog.needless_mask import NeedlessMask
 from flopwise.fixes.catalog.padded_dimension import PaddedDimension
 from flopwise.fixes.catalog.recompute_off import RecomputeOff
 from flopwise.fixes.catalog.tf32_matmul import Tf32Matmul
+from flopwise.fixes.catalog.unpadded_batches import UnpaddedBatches
 from flopwise.fixes.interface import HEADINGS, Fix
 
 FIXES: tuple[type[Fix], ...] = (
@@ -28,6 +29,7 @@ FIXES: tuple[type[Fix], ...] = (
     Tf32Matmul,
     Bf16Autocast,
     NeedlessMask,
+    UnpaddedBatches,
     PaddedDimension,
     LabelledLogits,
     RecomputeOff,

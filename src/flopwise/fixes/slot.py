@@ -24,6 +24,8 @@ Call = Callable[..., Any]
 
 #: Ranks, inner to outer. Captured graphs of compiled code stand in front of compiled code alone.
 COMPILED, GRAPHED, RECOMPUTE, INPUTS, LOGITS, AUTOCAST, TF32, MASKS = 10, 15, 17, 20, 25, 30, 40, 50
+#: Outside of all: it makes another call, and restores the outputs that the others have made of it.
+UNPADDED = 90
 #: Below this share of forward and backward in a step no trial could show a gain of theirs.
 LEAST_COMPUTE_FRAC = 0.05
 
