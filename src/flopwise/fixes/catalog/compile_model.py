@@ -70,8 +70,8 @@ class CompileModel(Fix):
 
     code = "FW105"
     name = "compile-model"
-    causes = ("launch-bound", "memory-bound")
-    findings = ("L107", "L103", "L112")
+    causes = ("launch-bound", "memory-bound", "unfused-attention")
+    findings = ("L107", "L103", "L112", "L108", "L109")
     numerics = "reordered"
 
     def check(self, scene: Scene) -> Eligible | Declined:
