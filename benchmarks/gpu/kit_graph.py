@@ -36,7 +36,6 @@ from torch import nn
 
 from flopwise.kit.graph import (
     CapturedStep,
-    break_even_steps,
     compile_in_place,
     compile_regions,
     fastest_optimizer_form,
@@ -215,12 +214,32 @@ def settle(device: torch.device) -> None:
 
 def block(run: Callable[[], object], device: torch.device, steps: int) -> float:
     """Returns the seconds of a step, over a block of them."""
+    return block_of(run, device, steps)["step_s"]
+
+
+def block_of(run: Callable[[], object], device: torch.device, steps: int) -> dict[str, float]:
+    """Returns the seconds of a step, those after which the host had launched it, and what the driver had to allocate.
+
+    Where the host takes nearly as long as the step, the device waited for launches.
+    """
     settle(device)
-    started = time.perf_counter()
+    allocated, started = allocations(device), time.perf_counter()
     for _ in range(steps):
         run()
+    launched = time.perf_counter()
     settle(device)
-    return (time.perf_counter() - started) / steps
+    return {
+        "step_s": (time.perf_counter() - started) / steps,
+        "host_s": (launched - started) / steps,
+        "allocations": allocations(device) - allocated,
+    }
+
+
+def allocations(device: torch.device) -> int:
+    """Returns how often the allocator has asked the driver for memory."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(device).get("num_device_alloc", 0))
 
 
 class Memory:
@@ -290,6 +309,19 @@ class How(NamedTuple):
     base: str = "eager"  # the arm that it is compared with
 
 
+#: Where torch keeps a module's compiled call.
+SLOT = "_compiled_call_impl"
+
+
+@contextlib.contextmanager
+def no_cache() -> Iterator[None]:
+    """Lets a block compile with nothing in the caches, whatever was compiled before."""
+    from torch._inductor.utils import fresh_cache
+
+    with fresh_cache(delete=False):
+        yield
+
+
 class Arm:
     """One way of running the step of a job; the model's switches are put in place for every block."""
 
@@ -321,13 +353,13 @@ class Arm:
         model = self.job.model
         make = compile_in_place if self.how.compiled == "in place" else compile_regions
         handle = make(model, measure=False, deadline_s=deadline_s, evaluation=False)
-        started = time.perf_counter()
-        self._step(*self.batch)
-        settle(self.job.device)
-        first_s = time.perf_counter() - started
-        slots = {m: vars(m).get("_compiled_call_impl") for m in model.modules()}
-        for m in model.modules():
-            vars(m)["_compiled_call_impl"] = None
+        with no_cache() if self.how.compiled == "regional" else contextlib.nullcontext():
+            started = time.perf_counter()
+            self._step(*self.batch)
+            settle(self.job.device)
+            first_s = time.perf_counter() - started
+        # Others are left without a slot of their own: compiled code checks that they have none.
+        slots = {m: vars(m).pop(SLOT) for m in model.modules() if SLOT in vars(m)}
         if handle.report().reason is not None:
             raise RuntimeError(f"not compiled after {first_s:.0f} s: {handle.report().reason}")
         return handle, slots, first_s
@@ -336,7 +368,7 @@ class Arm:
     def switched(self) -> Iterator[None]:
         """Puts the compiled calls of this arm, and the kind of attention, in place for a block."""
         for module, call in self._slots.items():
-            vars(module)["_compiled_call_impl"] = call
+            vars(module)[SLOT] = call
         attention = [m for m in self.job.model.modules() if isinstance(m, nets.CausalAttention)]
         try:
             for m in attention:
@@ -346,7 +378,7 @@ class Arm:
             for m in attention:
                 m.by_hand = False
             for module in self._slots:
-                vars(module)["_compiled_call_impl"] = None
+                vars(module).pop(SLOT, None)
 
     def run(self) -> object:
         return self._step(*self.batch)
@@ -358,7 +390,7 @@ class Arm:
             found |= {
                 "compile_s": report.compile_s, "frames": report.frames, "modules": report.modules,
                 "breaks": [str(b) for b in report.breaks], "reason": report.reason,
-                "recompiles": [str(r) for r in report.recompiles],
+                "recompiles": [str(r) for r in report.recompiles], "cold": True,
             }  # fmt: skip
         if self.captured is not None:
             step = self.captured.report()
@@ -400,7 +432,10 @@ def arms_of(images: bool, by_hand: bool = False) -> dict[str, How]:
 
 
 #: Seconds that are kept for the rounds in which all arms are timed.
-ROUNDS_S = 20.0
+ROUNDS_S = 30.0
+#: Seconds of steps that are timed of an arm in a round, and steps before them: the allocator has other sizes from the
+#: arm before.
+BLOCK_S, WARM_STEPS = 0.4, 3
 
 
 def parts(
@@ -437,45 +472,39 @@ def parts(
             held.begin(own.shared(how.fused))
             arm = Arm(own, how, max(20.0, left))
             with arm.switched():
-                for _ in range(16 if arm.captured is not None else 2):
+                first = 16 if arm.captured is not None else 2
+                for _ in range(first):
                     arm.run()
                 settle(device)
                 if how.compiled == "by hand":
                     arm.first_s = time.monotonic() - begun
-                rows[name] = held.peaks(arm.run) | arm.facts()
+                rows[name] = held.peaks(arm.run) | arm.facts() | {"set_up_steps": first + 2}
             arms[name] = arm
         except Exception as error:
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
         rows[name]["set_up_s"] = time.monotonic() - begun
         say(f"  {name}: {rows[name]}")
         keep(found)
-    spent_s = {
-        n: r["compile_s"] + r.get("capture_s", 0.0) for n, r in rows.items() if "compile_s" in r
-    }
-    spent_s |= {n: r["capture_s"] for n, r in rows.items() if n not in spent_s and "capture_s" in r}
     for turn in range(2 if job.tiny else 5):
         for name in list(arms) if turn % 2 == 0 else list(arms)[::-1]:
-            arm, times = arms[name], rows[name].setdefault("step_s", [])
+            arm, row = arms[name], rows[name]
+            step_s = row["step_s"][-1] if "step_s" in row else 0.1
+            steps = 1 if job.tiny else max(2, min(60, int(BLOCK_S / step_s)))
             with arm.switched():
-                steps = (
-                    1 if job.tiny else max(2, min(40, int(0.25 / (times[-1] if times else 0.1))))
-                )
-                block(arm.run, device, 1)
-                times.append(block(arm.run, device, steps))
+                block(arm.run, device, 1 if job.tiny else WARM_STEPS)
+                for what, value in block_of(arm.run, device, steps).items():
+                    row.setdefault(what, []).append(value)
         if time.monotonic() > until and turn >= 1:
             break
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest")
     for name, arm in arms.items():
         row = rows[name]
-        base = rows.get(chosen[name].base, {}).get("step_s")
         row |= {"step_ms": 1e3 * statistics.median(row["step_s"]), "rounds": len(row["step_s"])}
+        row["host_ms"] = 1e3 * statistics.median(row["host_s"])
         row |= arm.facts()
-        if base and name in spent_s:
-            row["spent_s"], row["base"] = spent_s[name], chosen[name].base
-            row["break_even_steps"] = break_even_steps(
-                spent_s[name], statistics.median(base), row["step_ms"] / 1e3
-            )
+        if chosen[name].base in arms and (arm.handle is not None or arm.captured is not None):
+            row["base"] = chosen[name].base
     return found
 
 

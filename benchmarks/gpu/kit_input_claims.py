@@ -10,6 +10,8 @@ MOST_RATIO = 1.02
 ENOUGH_SUPPLY = 1.1
 #: Least share of a bare copy's bandwidth.
 LEAST_BANDWIDTH = 0.95
+#: Workers decode at most so many times what one alone decodes, times their number: above, batches that were queued were timed.
+MOST_OF_WORKERS = 1.2
 
 
 def broken_claims(figures: dict[str, Any], sizes_are_real: bool) -> list[str]:
@@ -22,6 +24,8 @@ def broken_claims(figures: dict[str, Any], sizes_are_real: bool) -> list[str]:
             found += _link(size, summary)
         if "summary" in figures.get("images", {}):
             found += _images(figures["images"]["summary"])
+        if "summary" in figures.get("jpeg", {}):
+            found += _jpeg(figures["jpeg"]["summary"])
     return found
 
 
@@ -61,3 +65,14 @@ def _images(summary: dict[str, Any]) -> list[str]:
     if summary["supply_to_need"] >= ENOUGH_SUPPLY and ratio > MOST_RATIO:
         return [f"images: the step takes {ratio:.3f} times the synthetic one"]
     return []
+
+
+def _jpeg(summary: dict[str, Any]) -> list[str]:
+    found, most = [], summary["workers_can_images_per_s"] * MOST_OF_WORKERS
+    for what in ("alone_images_per_s", "with_step_images_per_s"):
+        rate = summary[what]["decoded on the workers"]
+        if rate > most:
+            found.append(
+                f"jpeg: {rate:,.0f} images a second where workers can decode {most:,.0f} at most: not what workers decode"
+            )
+    return found

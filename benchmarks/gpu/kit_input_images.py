@@ -121,11 +121,11 @@ def net_step(batch: int, crop: int, tiny: bool) -> tuple[Callable[[Any], None], 
 
 
 def sizes(options: argparse.Namespace) -> tuple[int, int, int, int, int]:
-    """Returns batch, crop, workers, drained and measured steps."""
+    """Returns batch, crop, workers, drained and measured steps: one batch of each worker."""
     if options.tiny:
         return 4, 32, 1, 2, 2
     workers = workers_for(256 * 3 * 224 * 224 * 4, 3, 14)
-    return 256, 224, workers, 2 * workers + 4, 10
+    return 256, 224, workers, 2 * workers + 4, max(10, workers)
 
 
 def loader_of(data: Dataset[Any], batch: int, workers: int, **options: Any) -> DataLoader[Any]:
@@ -141,7 +141,10 @@ def pooled(data: Dataset[Any], batch: int, workers: int) -> tuple[DataLoader[Any
 
 
 def supply_of(batches: Iterator[Any], batch: int, ahead: int, steps: int) -> float:
-    """Returns the images a second that come where nothing else is done; `ahead` batches are queued already."""
+    """Returns the images a second that come where nothing else is done; `ahead` batches are queued already.
+
+    `steps` is several times the workers: those that begin together end together.
+    """
     for _ in range(ahead):
         next(batches)
     begun = time.perf_counter()
@@ -184,7 +187,8 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
     print(said(turns.rounds, "ours"), flush=True)
     figures["arms"] = against(figures["step_s"], "synthetic")
     figures["ours_fallbacks"] = pool.counts.fallbacks
-    figures["supply_images_per_s"] = supply_of(arms["ours"], batch, drain, drain)
+    figures["supply_batches"] = 3 * workers
+    figures["supply_images_per_s"] = supply_of(arms["ours"], batch, drain, 3 * workers)
     synthetic = figures["arms"]["synthetic"]["step_s"]
     figures["summary"] = {
         "ratio_to_synthetic": {name: arm["ratio"] for name, arm in figures["arms"].items()},
@@ -192,6 +196,20 @@ def images(options: argparse.Namespace) -> dict[str, Any]:
     }
     ours.close()
     return figures
+
+
+def rate_of(data: Dataset[Any], count: int) -> float:
+    """Returns the samples a second that one process makes on one core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in a worker
+    try:
+        data[0]
+        begun = time.perf_counter()
+        for k in range(count):
+            data[k]
+        return count / (time.perf_counter() - begun)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def per_image(files: Any, crop: int) -> torch.Tensor:
@@ -239,8 +257,12 @@ def jpeg(options: argparse.Namespace) -> dict[str, Any]:
         "workers_for_files": some,
         "step": what,
     }
+    figures["worker_images_per_s"] = rate_of(whole, 4 if options.tiny else 200)
     drains = dict.fromkeys(arms, min(drain, 2 * some + 4)) | {"decoded on the workers": drain}
-    alone = Turns(arms, lambda _: None, drains, steps)
+    counts = {"synthetic": steps, **dict.fromkeys(arms, 4 * some)}
+    counts["decoded on the workers"] = 3 * workers
+    figures["steps"] = counts
+    alone = Turns(arms, lambda _: None, drains, counts)
     alone.start()
     rates = alone.run(2, begun + 0.45 * options.section_s)
     figures["alone_images_per_s"] = {n: [batch / s for s in v] for n, v in rates.items()}
@@ -249,7 +271,7 @@ def jpeg(options: argparse.Namespace) -> dict[str, Any]:
         memory_format=torch.channels_last
     )
     both = {"synthetic": repeat([x, torch.randint(0, 1000, (batch,), device=DEVICE)]), **arms}
-    turns = Turns(both, step, {"synthetic": 2, **drains}, steps)
+    turns = Turns(both, step, {"synthetic": 2, **drains}, counts)
     turns.take_over(alone)
     figures["step_s"] = turns.run(2, begun + 0.95 * options.section_s)
     figures["rounds"] = turns.rounds
@@ -259,6 +281,7 @@ def jpeg(options: argparse.Namespace) -> dict[str, Any]:
             n: sorted(v)[len(v) // 2] for n, v in figures["alone_images_per_s"].items()
         },
         "with_step_images_per_s": {n: batch / a["step_s"] for n, a in figures["arms"].items()},
+        "workers_can_images_per_s": workers * figures["worker_images_per_s"],
     }
     by_workers.close()
     by_device.close()

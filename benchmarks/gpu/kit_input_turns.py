@@ -63,18 +63,29 @@ def _used_s(path: Path) -> float:
 
 
 class Turns:
-    """Takes arms in turns; `rounds` keeps what each block was, `times` the step times by arm, seconds."""
+    """Takes arms in turns; `rounds` keeps what each block was, `times` the step times by arm, seconds.
+
+    Args:
+        arms: where each way's batches come from, without end.
+        step: what is done with a batch.
+        drain: batches that may be queued of an arm. So many are taken without the step before a block, since with it an
+            arm whose workers are slower than the step would live on them; half a block of steps follows, not timed.
+        steps: that are timed in a block: a multiple of the workers where they may be too slow, because those that
+            begin together end together.
+        probes: read before and after a block, by arm.
+    """
 
     def __init__(
         self,
         arms: dict[str, Iterator[Any]],
         step: Callable[[Any], None],
         drain: int | dict[str, int],
-        steps: int,
+        steps: int | dict[str, int],
         probes: dict[str, Probe] | None = None,
     ) -> None:
-        self.arms, self.step, self.steps = arms, step, steps
+        self.arms, self.step = arms, step
         self.drain = drain if isinstance(drain, dict) else dict.fromkeys(arms, drain)
+        self.steps = steps if isinstance(steps, dict) else dict.fromkeys(arms, steps)
         self.probes = probes or {}
         self.times: dict[str, list[float]] = {name: [] for name in arms}
         self.rounds: list[dict[str, dict[str, float]]] = []
@@ -123,17 +134,26 @@ class Turns:
         for _ in range(count):
             self.step(next(batches))
 
+    def _drain(self, name: str) -> None:
+        """Takes what is queued of an arm, and gets into its pace."""
+        batches = self.arms[name]
+        self._taken[name] += self.drain[name]
+        for _ in range(self.drain[name]):
+            next(batches)
+        self._some(name, (self.steps[name] + 1) // 2)
+
     def _block(self, name: str) -> dict[str, float]:
         """Returns one block of steps, timed after the arm's drain and after the others have come to rest."""
-        self._some(name, self.drain[name])
+        steps = self.steps[name]
+        self._drain(name)
         others = self._rest_of_others(name)
         sync()
         probe = self.probes.get(name)
         before = probe() if probe is not None else {}
         used, batches, next_s = self._crews.used_s(name), self.arms[name], 0.0
-        self._taken[name] += self.steps
+        self._taken[name] += steps
         begun = time.perf_counter()
-        for _ in range(self.steps):
+        for _ in range(steps):
             asked = time.perf_counter()
             batch = next(batches)
             next_s += time.perf_counter() - asked
@@ -142,9 +162,9 @@ class Turns:
         sync()
         took = time.perf_counter() - begun
         after = probe() if probe is not None else {}
-        found = {"step_s": took / self.steps, "next_s": next_s / self.steps, **others}
+        found = {"step_s": took / steps, "next_s": next_s / steps, **others}
         found["others_cores"] = (self._crews.used_s(name) - used) / took
-        return found | {k: (v - before[k]) / self.steps for k, v in after.items()}
+        return found | {k: (v - before[k]) / steps for k, v in after.items()}
 
     def _rest_of_others(self, name: str) -> dict[str, float]:
         """Goes on with the arm until the others' workers and threads rest; returns how long that took, and whether."""

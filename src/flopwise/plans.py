@@ -31,6 +31,8 @@ FIXES = (
     ("FW104", "bf16-autocast"),
     ("FW107", "needless-mask"),
     ("FW105", "compile-model"),
+    ("FW115", "cuda-graphs"),
+    ("FW116", "allocator-settings"),
 )
 
 #: A plan has some kilobytes; what is larger is another file.

@@ -54,7 +54,11 @@ def test_arms_are_measured_in_turns(run, monkeypatch):
     assert list(arms) == list(chosen)
     assert all(row["step_ms"] > 0 and row["rounds"] == 2 for row in arms.values())
     assert arms["captured"]["captured_reason"] == "devices of type cpu have no graphs"
-    assert "spent_s" in arms["captured"]
+    assert arms["captured"]["base"] == "fused"
+    assert arms["captured"]["set_up_steps"] == 18
+    for row in arms.values():
+        assert all(0 < h <= s for h, s in zip(row["host_s"], row["step_s"], strict=True))
+        assert row["allocations"] == [0, 0]
 
 
 def test_an_arm_that_fails_is_in_the_result_and_the_others_go_on(run, monkeypatch):
@@ -86,6 +90,7 @@ def test_arms_that_differ_in_the_optimizer_only_share_their_compiled_code(run, m
     assert len(made) == 1
     assert made[0]["deadline_s"] >= 20
     assert all(row["frames"] == 1 and row["reason"] is None for row in arms.values())
+    assert all(row["recompiles"] == [] for row in arms.values())
 
 
 def test_every_arm_of_a_convolutional_model_has_its_layout(run):

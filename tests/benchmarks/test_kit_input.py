@@ -119,14 +119,36 @@ def test_arms_take_turns_in_a_turning_order_and_live_through_what_they_had_queue
             log.append(name)
             yield name
 
-    taken = turns.Turns({n: source(n) for n in "abc"}, lambda _: None, 1, 2)
+    stepped: list[str] = []
+    taken = turns.Turns({n: source(n) for n in "abc"}, stepped.append, 1, 2)
     times = taken.run(3, float("inf"))
-    assert log == list("aaabbbccc" + "cccbbbaaa" + "bbbcccaaa")
+    # One that may be queued, without the step; one to get into the pace; two that are timed.
+    four = {name: 4 * name for name in "abc"}
+    assert "".join(log) == "".join(four[n] for n in "abccbabca")
+    assert "".join(stepped) == "".join(3 * n for n in "abccbabca")
     assert [len(v) for v in times.values()] == [3, 3, 3]
-    assert taken.taken_by("a", "b") == 18
+    assert taken.taken_by("a", "b") == 24
     log.clear()
     taken.start()
     assert log == list("aaabbbccc")
+
+
+def test_what_is_queued_of_an_arm_is_not_timed(benchmark_module):
+    """A source slower than the step, of which many batches are there already, as loaders have them in bursts."""
+    turns = benchmark_module("kit_input_turns")
+    queued = 8
+
+    def slow():
+        for k in itertools.count():
+            if k > queued:
+                time.sleep(0.01)
+            yield k
+
+    arms = {"slow": slow(), "quick": itertools.repeat(0)}
+    taken = turns.Turns(arms, lambda _: None, {"slow": queued, "quick": 0}, {"slow": 6, "quick": 2})
+    times = taken.run(2, 0.0)
+    assert min(times["slow"]) > 0.009
+    assert taken.taken_by("slow") == 2 * (queued + 3 + 6)
 
 
 def test_rounds_that_would_end_too_late_are_not_begun_but_two_are(benchmark_module):
@@ -175,7 +197,9 @@ def test_where_the_time_went_is_told_by_round(benchmark_module):
     turns = benchmark_module("kit_input_turns")
     seen = iter([{"device_wait_s": 1.0}, {"device_wait_s": 1.5}])
     arms = {"synthetic": itertools.repeat(0), "ours": itertools.repeat(0)}
-    taken = turns.Turns(arms, lambda _: None, 0, 5, {"ours": lambda: next(seen)})
+    taken = turns.Turns(
+        arms, lambda _: None, 0, {"synthetic": 1, "ours": 5}, {"ours": lambda: next(seen)}
+    )
     taken.run(1, 0.0)
     assert taken.rounds[0]["ours"]["device_wait_s"] == pytest.approx(0.1)
     said = turns.said(taken.rounds, "ours")
@@ -243,7 +267,7 @@ def test_workers_are_what_cores_and_shared_memory_hold(benchmark_module, monkeyp
     assert arms.workers_for(400_000_000, 3, 8) == 8
 
 
-def figures_of(ratio=1.01, supply=2.0, bandwidth=0.97, ours=1.0, wrong=0, missed=5):
+def figures_of(ratio=1.01, supply=2.0, bandwidth=0.97, ours=1.0, wrong=0, missed=5, decoded=3600.0):
     broken = {"slots given back early": missed, "not written before the last use": 0}
     correct = {"wrong": wrong, "findings": 0, "complete": True, "broken": broken}
     copies = {"ours": ours, "loader with pin_memory": 2.0}
@@ -258,6 +282,13 @@ def figures_of(ratio=1.01, supply=2.0, bandwidth=0.97, ours=1.0, wrong=0, missed
         "correctness": {"summary": correct},
         "link": {"summary": {"25 MB": size}},
         "images": {"summary": images},
+        "jpeg": {
+            "summary": {
+                "alone_images_per_s": {"decoded on the workers": decoded},
+                "with_step_images_per_s": {"decoded on the workers": 3600.0},
+                "workers_can_images_per_s": 3500.0,
+            }
+        },
     }
 
 
@@ -269,6 +300,7 @@ def figures_of(ratio=1.01, supply=2.0, bandwidth=0.97, ours=1.0, wrong=0, missed
         ({"ratio": 1.5, "supply": 1.0}, []),  # the workers cannot
         ({"bandwidth": 0.94}, ["0.940 of a bare copy's bandwidth"]),
         ({"ours": 2.0}, ["2.00 host copies a byte against 2.00"]),
+        ({"decoded": 4702.0}, ["4,702 images a second where workers can decode 4,200 at most"]),
         ({"wrong": 1}, ["1 wrong batches"]),
         ({"missed": 0}, ["0 findings where a fence was slots given back early"]),
     ],

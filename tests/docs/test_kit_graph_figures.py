@@ -46,27 +46,64 @@ def run(**sections: Any) -> dict[str, Any]:
 
 
 def test_rows_tell_what_was_measured_and_what_was_not(written: Any) -> None:
+    took = {"step_ms": 100.0, "step_s": [0.099, 0.1, 0.11], "set_up_s": 1.4}
+    half = {"step_ms": 50.0, "step_s": [0.05, 0.05, 0.06]}
+    memory = {"allocated_gb": 20.0, "reserved_gb": 25.0}
     arms = {
-        "eager": {"step_ms": 100.0, "allocated_gb": 20.0, "reserved_gb": 25.0},
-        "in place together": {
-            "step_ms": 50.0, "allocated_gb": 10.0, "reserved_gb": 11.0, "spent_s": 30.04, "break_even_steps": 1234,
+        "eager": took | memory,
+        "in place together": half | memory | {"base": "eager", "first_s": 30.0, "set_up_s": 31.2},
+        "in place captured": half | {
+            "allocated_gb": 2.0, "graph_gb": 8.0, "base": "eager", "first_s": 30.0, "set_up_s": 2.9, "capture_s": 0.5,
         },
-        "captured": {
-            "step_ms": 101.0, "allocated_gb": 9.0, "reserved_gb": 24.0, "graphs": 1, "spent_s": 2.0, "break_even_steps": None,
-        },
-        "by hand": {"step_ms": 51.0},
+        "captured": took | {"step_ms": 101.0, "base": "eager", "set_up_s": 3.0, "capture_s": 0.5, "allocated_gb": 9.0},
+        "by hand": {"step_ms": 51.0, "step_s": [0.051, 0.051, 0.05], "set_up_s": 7.0},
         "regional together": {"error": "RuntimeError: not compiled\nno time | left."},
         "in place": {"left_out": "no time left"},
     }  # fmt: skip
     section = {"source": "own", "batch": [[16, 1024]], "arms": arms}
     text = written.page(run(**{"parts gpt2": section}))
     assert "**GPT-2 124M** (written out here), batch 16 x 1024:" in text
-    assert "| bf16 | 100.00 ms | 1.00 x | 20.0 GB | – | – |" in text
-    assert "| all, `compile_in_place` | 50.00 ms | 2.00 x | 10.0 GB | 30.0 s | 1 234 |" in text
-    assert "| all, `CapturedStep` | 101.00 ms | 0.99 x | 24.0 GB | 2.0 s | never |" in text
-    assert "| all, `compile_regions` | – | not measured: no time / left | – | – | – |" in text
-    assert "not measured: no time left" in text
-    assert "takes 98.0 % of the time of an expert's step" in text
+    assert "| bf16 | 100.00 ms (99.00 to 110.00) | 1.00 x | 20.0 GB | – | – |" in text
+    # 31.2 s less four steps; with code that an earlier arm had waited for 30 s: 2.9 s less 18 steps on top.
+    row = (
+        "| all, `compile_in_place` | 50.00 ms (50.00 to 60.00) | 2.00 x | 20.0 GB | 31.0 s | 620 |"
+    )
+    assert row in text
+    assert "| 2.00 x | 10.0 GB | 32.0 s | 640 |" in text
+    assert "| 0.99 x | 9.0 GB | 1.2 s | never |" in text
+    assert "| all, `compile_regions` | not measured: no time / left | – | – | – | – |" in text
+    assert "| bf16, `compile_in_place` | not measured | – | – | – | – |" in text
+    assert "takes 0.980 times as long as an expert's step (0.980 to 1.200 by rounds)" in text
+
+
+def test_a_first_step_longer_than_the_deadline_is_said(written: Any) -> None:
+    from flopwise.kit.graph import compiled_calls
+
+    assert written.DEADLINE_S == compiled_calls.DEADLINE_S
+    took = {"step_ms": 100.0, "step_s": [0.1], "set_up_s": 5.4}
+    arms = {"eager": took, "in place together": took | {"first_s": 130.5}}
+    section = {"source": "own", "batch": [[1]], "arms": arms}
+    text = written.page(run(**{"parts gpt2": section}))
+    assert (
+        "The first step took 130 s, which is more than `deadline_s` allows by default (120 s)"
+        in text
+    )
+    arms["in place together"]["first_s"] = 119.0
+    assert "`deadline_s`" not in written.page(run(**{"parts gpt2": section}))
+
+
+def test_compiling_from_a_cache_is_no_compile_time(written: Any) -> None:
+    took = {"step_ms": 100.0, "step_s": [0.1], "set_up_s": 5.4}
+    warm = {"eager": took, "regional together": took | {"base": "eager", "first_s": 5.0}}
+    assert written.spent_s(warm, "regional together") is None
+    section = {"source": "own", "batch": [[1]], "arms": warm}
+    assert "`compile_regions` and an expert's compilation found" in written.page(
+        run(**{"parts gpt2": section})
+    )
+    warm["regional together"]["cold"] = True
+    assert written.spent_s(warm, "regional together") == pytest.approx(5.0)
+    assert "`compile_regions` and an expert's" not in written.page(run(**{"parts gpt2": section}))
+    assert written.spent_s(warm, "eager") is None
 
 
 def test_runs_are_merged_without_the_machines_paths(written: Any) -> None:

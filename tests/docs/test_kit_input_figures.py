@@ -90,6 +90,10 @@ def test_a_section_says_what_was_missed_and_what_was_not_measured(written: Any) 
     assert "**Kernels that read over the link.** Not measured: not begun: the time was up." in text
     one["bandwidth"]["ratio"], summary["25 MB"]["ours_to_synthetic"] = 0.97, 1.01
     assert "Missed" not in written(found)
+    del one["arms"], summary["25 MB"]["ours_to_synthetic"], summary["25 MB"]["supply_per_step"]
+    bare = written(found)
+    assert "Step times are not measured yet. Bandwidth:\n\n- 25 MB: 50.0 GB/s alone" in bare
+    assert "host copies a byte against 2.00.\n" in bare
 
 
 def test_the_other_sections_are_tables(written: Any) -> None:
@@ -113,6 +117,7 @@ def test_the_other_sections_are_tables(written: Any) -> None:
         "jpeg": {
             "file_bytes": 110_000,
             "workers": 14,
+            "worker_images_per_s": 260.4,
             "workers_for_files": 4,
             "step": "ResNet-50",
             "summary": {
@@ -128,6 +133,7 @@ def test_the_other_sections_are_tables(written: Any) -> None:
     images = written({**found, "images": {**found["images"], "machine": machine}}, "images")
     assert "| synthetic | 100.0 ms | 1.000 (0.900 to 1.100) |" in images
     assert "| w | 3,642 | 2,400 |" in images
+    assert "14 workers decode (one process alone 260 a second), or 4 read files" in images
     assert "| synthetic | – | 2,500 |" in images
     assert "a table" in images
     assert written({}) == ""

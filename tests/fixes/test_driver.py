@@ -1,4 +1,4 @@
-"""The trials of one process: what is done with an A/A control, and with a fix that is slow."""
+"""The trials of one process: what is switched on together, taken out, kept, and left behind."""
 
 from __future__ import annotations
 
@@ -6,72 +6,22 @@ import dataclasses
 import json
 import random
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from flopwise.fixes import driver
+from flopwise.fixes import candidates, driver, racing
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
 from flopwise.meter import ending
+from flopwise.meter.replay import Snapshot
 from flopwise.records.verdict import Comparison, Parity
-from flopwise.trials.compare import PairedComparison
-from flopwise.trials.schedule import Pair
 
 SOUND = Comparison("not shown", 1.0, (0.99, 1.01), 8, 4, 0.01, 0.01, 0.01, 0.01)
-OFF = dataclasses.replace(SOUND, outcome="slower", ratio=1.05, ci95=(1.02, 1.08))
-
-
-def the_driver(tmp_path: Any, aa: Comparison | None) -> driver.Driver:
-    session: Any = SimpleNamespace(config=SimpleNamespace(folder=tmp_path), live=True)
-    options: dict[str, Any] = {"budget_s": 60, "per_fix_s": 30, "fixes": ["FW102"]}
-    options["aa"] = None if aa is None else {**dataclasses.asdict(aa), "ci95": list(aa.ci95)}
-    return driver.Driver(session, options)
-
-
-class Twice:
-    """A fix that makes steps twice as fast, applied."""
-
-    setting: dict[str, str] = {}  # noqa: RUF012
-    compile_s = 0.0
-
-    def __init__(self) -> None:
-        self.on = False
-
-    def verify(self, snapshot: Any) -> Parity:
-        return Parity("identical", True, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, "", "")
-
-    def enable(self) -> None:
-        self.on = True
-
-    def disable(self) -> None:
-        self.on = False
-
-    ready = settled = lambda self: True
-    failure = lambda self: None  # noqa: E731
-
-
-def judged(subject: driver.Driver, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, Any]:
-    """Returns whether the fix was kept, and its trial; eight pairs that show it to be twice as fast."""
-
-    def compare(
-        plan: Any, comparison: PairedComparison, *_: Any, **__: Any
-    ) -> Generator[None, Any, None]:
-        for n in range(8):
-            comparison.add(Pair(n, (1.0,) * 4, (0.5,) * 4, n % 2 == 0, False))
-        return
-        yield
-
-    monkeypatch.setattr(subject, "_compare", compare)
-    monkeypatch.setattr(subject, "_blocks", lambda rows, slower: None)
-    rows = [SimpleNamespace(flags=0, end_ns=10**9)]
-    steps = subject._judge(FUSED, Twice(), None, rows)  # type: ignore[arg-type]
-    kept = to_the_end(steps, lambda: SimpleNamespace(flags=0, end_ns=0, event=None))
-    return kept, subject._trials[0]
-
-
-FUSED: Any = SimpleNamespace(code="FW102", name="fused-optimizer")
+HELD = Parity("reordered", True, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, "", "")
+APART = dataclasses.replace(HELD, passed=False, detail="0.01 apart")
 
 
 def to_the_end(steps: Generator[None, Any, Any], next_row: Callable[[], Any]) -> Any:
@@ -84,23 +34,331 @@ def to_the_end(steps: Generator[None, Any, Any], next_row: Callable[[], Any]) ->
         return stop.value
 
 
+class Switch(Applied):
+    """A fix in a world of simulated steps, applied."""
+
+    def __init__(self, fix: Simulated) -> None:
+        self.setting = {}
+        self.fix, self.on, self.undone = fix, False, False
+        self.unit_roundoff = fix.unit_roundoff
+        self.calls = 0
+
+    def enable(self) -> None:
+        assert not self.undone
+        self.on = True
+
+    def disable(self) -> None:
+        self.on = False
+
+    def undo(self) -> None:
+        self.on, self.undone = False, True
+
+    def verify(self, snapshot: Snapshot) -> Parity:
+        assert not self.on
+        return self.fix.parity
+
+    def failure(self) -> str | None:
+        others = [s.fix.code for s in self.fix.world.switches if s.on]
+        return "it broke" if self.on and self.fix.breaks_beside in others else None
+
+
+class Simulated(Fix):
+    """A fix in a world of simulated steps.
+
+    What it does:
+    Nothing.
+
+    Why it helps:
+    It does not.
+
+    When it declines:
+    Never.
+
+    What can change:
+    Nothing.
+    """
+
+    causes = ("nothing",)
+    numerics = "reordered"
+    world: ClassVar[World]
+    parity: ClassVar[Parity] = HELD
+    unit_roundoff: ClassVar[float | None] = None
+    breaks_beside: ClassVar[str] = ""
+
+    def check(self, scene: Scene) -> Eligible | Declined:
+        return Eligible()
+
+    def apply(self, scene: Scene, setting: Mapping[str, str] | None = None) -> Applied:
+        switch = Switch(self)
+        self.world.switches.append(switch)
+        return switch
+
+
+class World:
+    """Simulated training: `step_s` tells how long a step takes with what is on."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, step_s: Callable[[set[str]], float]
+    ) -> None:
+        self.now, self.step_s, self.noise = 1000.0, step_s, 0.002
+        self.random = random.Random(0)
+        self.switches: list[Switch] = []
+        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
+        for module in (driver, racing):
+            monkeypatch.setattr(module, "time", clock)
+        monkeypatch.setattr(racing, "frames_compiled", lambda: 0)
+        monkeypatch.setattr(driver, "facts_of", lambda *_: None)
+        monkeypatch.setattr(driver, "scene_of", lambda *_: Scene())
+        self.patch = monkeypatch
+
+    @property
+    def on(self) -> set[str]:
+        return {s.fix.code for s in self.switches if s.on}
+
+    def row(self) -> Any:
+        self.now += self.step_s(self.on) * self.random.lognormvariate(0, self.noise)
+        return Row(0, round(self.now * 1e9), 0, None)
+
+    def fixes(self, **kinds: dict[str, Any]) -> list[type[Fix]]:
+        """Makes a catalogue; what each one has is given by name."""
+        base = {"world": self}
+        made = [
+            type(code, (Simulated,), {"code": code, "name": f"fix-{code.lower()}", **base, **has})
+            for code, has in kinds.items()
+        ]
+        self.patch.setattr(driver, "FIXES", tuple(made))
+        return made
+
+    def tune(self, tmp_path: Any, **options: Any) -> dict[str, Any]:
+        """Returns the trials by code."""
+        codes = [fix.code for fix in driver.FIXES]
+        given = {"budget_s": 3600, "per_fix_s": 60, "fixes": codes, "aa": None, **options}
+        looks: list[str] = []
+        roots = SimpleNamespace(
+            settled=True, autocast=None, keep_inputs=False, take_inputs=object,
+            look_away=lambda: looks.append("away"), watch_again=lambda: looks.append("back"),
+        )  # fmt: skip
+        session: Any = SimpleNamespace(
+            config=SimpleNamespace(folder=tmp_path), roots=roots, rows=[0] * 9, live=True,
+            boundaries_known=lambda: True, device=torch.device("cpu"),
+        )  # fmt: skip
+        self.subject = driver.Driver(session, given)
+        to_the_end(self.subject._all(), self.row)
+        assert looks == ["away", "back"] * (len(looks) // 2)
+        assert session.live
+        return {trial.fix: trial for trial in self.subject._trials}
+
+
+@dataclasses.dataclass
+class Row:
+    flags: int
+    end_ns: int
+    data_ns: int
+    event: Any
+
+    def _replace(self, **changes: Any) -> Row:
+        return dataclasses.replace(self, **changes)
+
+
+def test_a_fix_that_another_bottleneck_hides_is_kept(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step_s(on: set[str]) -> float:  # the slower of two stages makes the step
+        return max(0.10 * (0.5 if "A" in on else 1), 0.09 * (0.6 if "B" in on else 1))
+
+    world = World(monkeypatch, step_s)
+    world.fixes(A={}, B={})
+    trials = world.tune(tmp_path)
+    assert {code: trial.verdict for code, trial in trials.items()} == {"A": "kept", "B": "kept"}
+    # Each against all others on: 0.054 without A would be 0.1.
+    assert trials["A"].ratio == pytest.approx(0.54, rel=0.02)
+    assert trials["B"].ratio == pytest.approx(0.6, rel=0.02)
+    assert world.on == {"A", "B"}
+
+
+def test_of_two_that_do_the_same_one_stays(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, lambda on: 0.1 if not on & {"A", "B"} else 0.05)
+    world.fixes(A={"findings": ("L104",)}, B={})
+    trials = world.tune(tmp_path, findings={"L104": 0.4})
+    assert (
+        trials["B"].verdict == "not kept"
+    )  # nothing was promised of it, so it was taken out first
+    assert trials["A"].verdict == "kept"
+    assert trials["A"].predicted_ratio == pytest.approx(0.6)
+    assert trials["B"].predicted_ratio is None
+    assert world.on == {"A"}
+    assert all(s.undone for s in world.switches if s.fix.code == "B")
+
+
+def test_a_fix_that_makes_steps_slower_is_taken_out_and_named(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(
+        monkeypatch, lambda on: 0.1 * (0.5 if "A" in on else 1) * (1.2 if "B" in on else 1)
+    )
+    world.fixes(A={}, B={})
+    trials = world.tune(tmp_path)
+    assert trials["B"].verdict == "not kept"
+    assert trials["B"].comparison.outcome == "slower"
+    assert world.on == {"A"}
+
+
+def test_what_breaks_beside_another_is_declined_and_the_rest_goes_on(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, lambda on: 0.1 * (0.5 if "A" in on else 1))
+    world.fixes(A={}, B={"breaks_beside": "A"})
+    trials = world.tune(tmp_path)
+    assert (trials["B"].verdict, trials["B"].reason) == ("declined", "beside the others: it broke")
+    assert trials["A"].verdict == "kept"
+
+
+def test_fixes_that_exclude_each_other_are_not_on_together(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[str]] = []
+
+    def step_s(on: set[str]) -> float:
+        seen.append(set(on))
+        return 0.1 * 0.5 ** len(on)
+
+    world = World(monkeypatch, step_s)
+    world.fixes(A={}, B={"conflicts": ("A",)})
+    trials = world.tune(tmp_path)
+    assert trials["A"].verdict == "kept"
+    assert trials["B"].reason == "it cannot be on together with A fix-a"
+    assert {"A", "B"} not in seen
+
+
+def test_numbers_that_hold_apart_and_not_together_cost_the_less_promising(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def together(applied: list[Any], snapshot: Any) -> Parity:
+        return APART if {"A", "C"} <= {a.fix.code for a in applied} else HELD
+
+    monkeypatch.setattr(driver, "parity_together", together)
+    world = World(monkeypatch, lambda on: 0.1 * 0.8 ** len(on))
+    world.fixes(
+        A={"findings": ("L1",), "unit_roundoff": 2.0**-24},
+        B={"unit_roundoff": 2.0**-24},
+        C={"findings": ("L2",), "unit_roundoff": 2.0**-9},
+    )
+    trials = world.tune(tmp_path, findings={"L1": 0.1, "L2": 0.3})
+    assert trials["A"].verdict == "not kept"
+    assert trials["A"].reason == "parity failed together with fix-c: 0.01 apart"
+    assert {trials["B"].verdict, trials["C"].verdict} == {"kept"}
+
+
+def test_one_whose_numbers_do_not_hold_is_never_switched_on(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[set[str]] = []
+
+    def step_s(on: set[str]) -> float:
+        seen.append(set(on))
+        return 0.1 * 0.5 ** len(on)
+
+    world = World(monkeypatch, step_s)
+    world.fixes(A={"parity": APART}, B={})
+    trials = world.tune(tmp_path)
+    assert trials["A"].reason == "parity failed: 0.01 apart"
+    assert not any("A" in on for on in seen)
+
+
+def test_what_compiles_comes_on_top_of_what_was_kept(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[set[str]] = []
+
+    def step_s(on: set[str]) -> float:
+        if "A" in on and not first:
+            first.append(set(on))
+        return 0.1 * 0.7 ** len(on)
+
+    world = World(monkeypatch, step_s)
+    world.fixes(A={"late": True}, B={}, C={"parity": APART})
+    trials = world.tune(tmp_path)
+    assert list(trials) == ["C", "B", "A"]
+    assert first == [{"A", "B"}]
+    assert trials["A"].ratio == pytest.approx(0.7, rel=0.02)
+    assert world.on == {"A", "B"}
+
+
+def test_a_drift_that_looks_like_a_gain_is_not_kept(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, lambda on: 0.1)
+    clock = world.step_s
+    world.step_s = lambda on: clock(on) * max(0.5, 1 - (world.now - 1000) / 600)  # clocks rise
+    world.fixes(A={})
+    trials = world.tune(tmp_path)
+    assert trials["A"].verdict == "not kept"
+    assert trials["A"].comparison.outcome == "not shown"
+
+
+def test_half_a_percent_at_a_noise_of_a_third_of_a_percent_is_found(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, lambda on: 0.1 * (0.995 if "A" in on else 1))
+    world.noise = 0.003
+    world.fixes(A={}, B={})
+    trials = world.tune(tmp_path, per_fix_s=600)
+    assert trials["A"].verdict == "kept"
+    assert trials["A"].ci95[0] < 0.995 < trials["A"].ci95[1] < 1
+    assert trials["B"].verdict == "not kept"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_at_a_noise_of_a_fifth_nothing_is_kept_that_gains_nothing(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    world = World(monkeypatch, lambda on: 0.1 * (0.5 if "A" in on else 1))
+    world.noise, world.random = 0.2, random.Random(seed)
+    world.fixes(A={}, B={}, C={})
+    trials = world.tune(tmp_path, seed=100 * seed)
+    assert trials["A"].verdict == "kept"
+    assert trials["A"].ci95[0] < 0.5 < trials["A"].ci95[1]
+    # Of eight tunes with two such fixes each, 2.5 % of tunes may err: here none does.
+    assert {trials[code].verdict for code in "BC"} == {"not kept"}
+
+
+def test_when_the_time_is_over_the_rest_is_declined_with_that_reason(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, lambda on: 0.1 * 0.5 ** len(on))
+    world.fixes(A={}, B={})
+    trials = world.tune(tmp_path, budget_s=11)
+    assert [t.reason for t in trials.values() if t.verdict == "declined"]
+    assert all("time" in t.reason for t in trials.values() if t.verdict == "declined")
+    assert not world.on - {code for code, t in trials.items() if t.verdict == "kept"}
+
+
+def test_what_is_kept_takes_its_warm_up_in_every_process_of_the_proof(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(monkeypatch, lambda on: 0.1 * 0.5 ** len(on))
+    world.fixes(A={"late": True})
+    monkeypatch.setattr(Switch, "compile_s", 7.0)
+    world.tune(tmp_path, processes=3)
+    assert world.subject._races.deadline == pytest.approx(1000 + 3600 - 3 * 7, abs=0.3)
+
+
 def test_the_end_of_the_trials_is_silent_in_a_thread_that_trains(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     watched: list[Any] = []
     monkeypatch.setattr(ending, "say_if_it_waits", watched.append)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # Python's, not pytest's
-    subject = the_driver(tmp_path, SOUND)
+    session: Any = SimpleNamespace(
+        config=SimpleNamespace(folder=str(tmp_path)), trainers=SimpleNamespace(thread=-1),
+        detach=lambda: None, device=torch.device("cpu"),
+    )  # fmt: skip
+    subject = driver.Driver(session, {"budget_s": 60, "per_fix_s": 30, "fixes": []})
 
     def one_step() -> Generator[None, Any, None]:
         yield
 
     monkeypatch.setattr(subject, "_all", one_step)
-    session: Any = SimpleNamespace(
-        config=SimpleNamespace(folder=str(tmp_path)), trainers=SimpleNamespace(thread=-1),
-        detach=lambda: None, device=torch.device("cpu"),
-    )  # fmt: skip
-    subject._session = session
     went_on: list[Any] = []
 
     def train() -> None:
@@ -116,163 +374,34 @@ def test_the_end_of_the_trials_is_silent_in_a_thread_that_trains(
     assert json.loads((tmp_path / "trials.json").read_text())["status"] == "complete"
 
 
-@pytest.mark.parametrize("aa", [None, SOUND])
-def test_a_gain_beside_a_sound_control_is_kept(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, aa: Comparison | None
-) -> None:
-    kept, trial = judged(the_driver(tmp_path, aa), monkeypatch)
-    assert kept
-    assert (trial.verdict, trial.comparison.outcome) == ("kept", "faster")
-
-
-def test_a_gain_beside_a_control_that_is_off_is_not_believed(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kept, trial = judged(the_driver(tmp_path, OFF), monkeypatch)
-    assert not kept
-    assert (trial.verdict, trial.comparison.outcome) == ("not kept", "not shown")
-    assert trial.reason.startswith("looks faster, t_new / t_old 0.500 (")
-    assert "but is not believed: the A/A control is off: 1.050 (1.020-1.080, 8" in trial.reason
-
-
 def test_a_control_of_an_earlier_process_is_not_run_again(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ran = []
-
-    def nothing(*_: Any) -> Generator[None, Any, list[Any]]:
-        return [None] * 24
-        yield
-
-    def control(*_: Any) -> Generator[None, Any, None]:
-        ran.append(True)
-        return
-        yield
-
-    monkeypatch.setattr(driver, "facts_of", lambda *_: None)
-    for aa, runs in ((SOUND, 0), (None, 1)):
-        subject = the_driver(tmp_path, aa)
-        subject._session.roots = SimpleNamespace(autocast=None)  # type: ignore[assignment]
-        subject._fixes = []
-        monkeypatch.setattr(subject, "_until_known", nothing)
-        monkeypatch.setattr(subject, "_steady", nothing)
-        monkeypatch.setattr(subject, "_blocks", lambda rows: None)
-        monkeypatch.setattr(subject, "_aa_trial", control)
-        monkeypatch.setattr(subject, "_write", lambda status: None)
-        ran.clear()
-        assert list(subject._all()) == []
-        assert len(ran) == runs
-        assert subject._aa == aa
-        assert [note for note in subject._notes if "too few pairs" in note][:1] == subject._notes
-        assert len(subject._notes) == runs
+    for stored in (SOUND, None):
+        world = World(monkeypatch, lambda on: 0.1)
+        world.fixes()
+        aa = None if stored is None else {**dataclasses.asdict(stored), "ci95": [0.99, 1.01]}
+        began = world.now
+        world.tune(tmp_path, aa=aa)
+        assert (world.now - began > 6) == (stored is None)  # eight pairs of blocks
+        assert world.subject._races.control is not None
+        assert (world.subject._races.control == SOUND) == (stored is not None)
+        assert world.subject._notes == []
 
 
-class World:
-    """A clock that only the steps of a training move: 0.1 s each, `factor` times as long with the fix on."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, factor: float, noise: float = 0.001
-    ) -> None:
-        self.now, self.factor, self.noise = 1000.0, factor, noise
-        self.random = random.Random(0)
-        self.fix = Twice()
-        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: self.now)
-        monkeypatch.setattr(driver, "time", clock)
-        monkeypatch.setattr(driver, "frames_compiled", lambda: 0)
-
-    def row(self) -> Any:
-        step_s = 0.1 * (self.factor if self.fix.on else 1.0)
-        self.now += step_s * self.random.lognormvariate(0, self.noise)
-        return SimpleNamespace(flags=0, end_ns=round(self.now * 1e9), event=None)
-
-    def race(self, tmp_path: Any, **options: Any) -> Any:
-        """Returns the trial of the fix."""
-        given = {"budget_s": 600, "per_fix_s": 30, "fixes": ["FW102"], **options}
-        session: Any = SimpleNamespace(config=SimpleNamespace(folder=tmp_path))
-        subject = driver.Driver(session, given)
-        row_s = [0.1 * self.random.lognormvariate(0, self.noise) for _ in range(24)]
-        rows: Any = [SimpleNamespace(flags=0, end_ns=round(1e9 * row)) for row in row_s]
-        held = Parity("identical", True, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, "", "")
-        to_the_end(subject._race(FUSED, self.fix, held, rows), self.row)  # type: ignore[arg-type]
-        self.deadline = subject._deadline
-        return subject._trials[0]
-
-
-@pytest.mark.parametrize("factor", [1.05, 1.5, 6.0])
-def test_a_fix_that_is_plainly_slower_is_called_slower_with_the_figure_within_its_time(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, factor: float
-) -> None:
-    world = World(monkeypatch, factor)
-    trial = world.race(tmp_path)
-    assert (trial.verdict, trial.comparison.outcome) == ("not kept", "slower")
-    assert trial.ci95[0] > 1
-    assert trial.ratio == pytest.approx(factor, rel=0.01)
-    low, high = trial.ci95
-    assert trial.reason == (
-        f"slower: a step takes {trial.ratio:.4g}x as long (95 %: {low:.4g} to {high:.4g})"
-    )
-    assert world.now - 1000 < 2 * 30  # settling and comparing
-    assert not world.fix.on
-
-
-def test_too_few_pairs_are_no_interval_and_the_time_that_is_named_is_enough(
+def test_a_control_with_too_few_pairs_is_said_so(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = World(monkeypatch, 25.0).race(tmp_path)
-    assert (trial.verdict, trial.comparison) == ("declined", None)
-    before, _, after = trial.reason.partition("; with it a step was seen to take 2.5 s, ")
-    assert (
-        before
-        == "the 30 s for one fix ended after 1 of the 6 pairs of blocks that an interval takes"
-    )
-    assert after.startswith("without it 0.1 s (no interval); --per-fix ")
-    needed_s = float(after.split("--per-fix ")[1].split("s would do")[0])
-    again = World(monkeypatch, 25.0).race(tmp_path, per_fix_s=needed_s)
-    assert again.comparison.outcome == "slower"
-    assert again.reason.startswith("slower: a step takes 2")
+    world = World(monkeypatch, lambda on: 0.1)
+    world.fixes()
+    world.tune(tmp_path, budget_s=4)
+    assert len(world.subject._notes) == 1
+    assert "too few pairs" in world.subject._notes[0]
 
 
-def test_a_fix_whose_steps_do_not_fit_into_its_time_is_said_to_be_so_with_what_was_seen(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trial = World(monkeypatch, 200.0).race(tmp_path)
-    assert trial.verdict == "declined"
-    assert trial.reason == (
-        "not settled after 40 s; with it a step was seen to take 20 s, without it 0.1 s (no interval)"
-    )
-
-
-def test_the_end_of_all_trials_ends_one_in_the_middle(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(monkeypatch, 2.0)
-    trial = world.race(tmp_path, budget_s=12, launched_at=995.0)  # 5 s were gone at the start
-    assert world.now == pytest.approx(1007, abs=0.3)
-    assert trial.reason.startswith("the time for trials ended after ")
-    assert trial.reason.endswith("a longer --budget would do")
-
-
-def test_equal_arms_whose_trial_ends_by_the_clock_are_rarely_called_slower(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The number of pairs hangs on how long the steps took: an interval for one look would not do.
-    world = World(monkeypatch, 1.0, noise=0.4)
-    outcomes = [
-        world.race(tmp_path, budget_s=1e6, seed=seed).comparison.outcome for seed in range(100)
-    ]
-    assert (
-        outcomes.count("slower") <= 8
-    )  # at most 2.5 % are meant; more than 8 of 100 then have 0.1 %
-    assert outcomes.count("faster") <= 8
-
-
-def test_what_is_kept_takes_its_warm_up_in_every_process_of_the_proof(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    world = World(monkeypatch, 0.5)
-    world.fix.compile_s = 7.0
-    trial = world.race(tmp_path, processes=3)
-    assert trial.verdict == "kept"
-    assert trial.warmup_s == pytest.approx(7.0, abs=0.1)
-    assert world.deadline == pytest.approx(1000 + 600 - 3 * 7, abs=0.3)
-    assert "its warm-up of 7 s pays back after 140 steps" in trial.reason
+def test_predicted_gains_are_the_fixs_own_or_that_of_its_first_finding() -> None:
+    fix: Any = SimpleNamespace(findings=("L1", "L2", "L3"))
+    findings = {"L1": None, "L2": 0.2, "L3": 0.3}
+    assert candidates.predicted_gain(fix, Eligible(), findings) == 0.2
+    assert candidates.predicted_gain(fix, Eligible(predicted_gain_frac=0.1), findings) == 0.1
+    assert candidates.predicted_gain(fix, Eligible(), {}) is None

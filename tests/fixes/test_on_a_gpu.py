@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
+import time
+from statistics import median
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from flopwise.fixes.catalog.allocator_settings import AllocatorSettings
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
+from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.catalog.needless_mask import NeedlessMask
@@ -83,10 +92,24 @@ def cnn() -> Snapshot:
 
 
 def scene(snapshot: Snapshot, **more: Any) -> Scene:
-    return Scene(roots=[snapshot.module], device=CUDA, compute_frac=0.9, optimizer_frac=0.5, **more)
+    given = {"device": CUDA, "compute_frac": 0.9, "optimizer_frac": 0.5, "findings": {"L103": 0.3}}
+    return Scene(roots=[snapshot.module], **{**given, **more})
 
 
-@pytest.mark.parametrize("fix", [Bf16Autocast, CompileModel, ChannelsLast], ids=lambda f: f.code)
+def frames() -> int:
+    return int(torch._dynamo.utils.counters["frames"]["ok"])
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Any:
+    yield
+    torch._dynamo.reset()
+
+
+FORWARD = [Bf16Autocast, CompileModel, ChannelsLast, CudaGraphs]
+
+
+@pytest.mark.parametrize("fix", FORWARD, ids=lambda f: f.code)
 @pytest.mark.parametrize("made", [gpt, cnn])
 def test_the_numbers_hold_and_everything_is_taken_back(fix: Any, made: Any) -> None:
     snapshot = made()
@@ -102,16 +125,18 @@ def test_the_numbers_hold_and_everything_is_taken_back(fix: Any, made: Any) -> N
     assert parity.passed, parity.detail
     assert torch.equal(torch.cuda.get_rng_state(), rng)
     applied.enable()
+    compiled = frames()
     out = snapshot.module(*snapshot.args, **snapshot.kwargs)
     loss = out["loss"] if isinstance(out, dict) else out.square().mean()
     assert loss.dtype == torch.float32
     loss.backward()
     assert applied.failure() is None
+    assert frames() == compiled  # what training runs was compiled in the comparison
     applied.undo()
     assert [sorted(vars(m)) for m in snapshot.module.modules()] == names
 
 
-@pytest.mark.parametrize("fix", [Bf16Autocast, CompileModel, ChannelsLast], ids=lambda f: f.code)
+@pytest.mark.parametrize("fix", FORWARD, ids=lambda f: f.code)
 def test_weights_off_by_one_percent_fail(fix: Any) -> None:
     snapshot = cnn()
     applied = fix().apply(scene(snapshot))
@@ -322,3 +347,305 @@ def test_a_needless_mask_is_left_out_without_waiting() -> None:
     padded[0, 200:] = 0
     assert not torch.equal(model(ids, attention_mask=padded.to(CUDA)), out)
     applied.undo()
+
+
+class Inverted(nn.Module):
+    """A block as in EfficientNet: pointwise, depthwise, squeezed and excited, pointwise."""
+
+    def __init__(self, width: int = 96) -> None:
+        super().__init__()
+        wide = 4 * width
+        self.grow = nn.Sequential(nn.Conv2d(width, wide, 1, bias=False), nn.BatchNorm2d(wide))
+        self.depthwise = nn.Sequential(
+            nn.Conv2d(wide, wide, 5, padding=2, groups=wide, bias=False), nn.BatchNorm2d(wide)
+        )
+        self.squeeze, self.excite = nn.Conv2d(wide, 16, 1), nn.Conv2d(16, wide, 1)
+        self.shrink = nn.Sequential(nn.Conv2d(wide, width, 1, bias=False), nn.BatchNorm2d(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = F.silu(self.depthwise(F.silu(self.grow(x))))
+        gate = self.excite(F.silu(self.squeeze(h.mean((2, 3), keepdim=True))))
+        return x + self.shrink(h * torch.sigmoid(gate))
+
+
+class Depthwise(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 96, 3, 2, 1, bias=False)
+        self.blocks = nn.ModuleList(Inverted() for _ in range(blocks))
+        self.head = nn.Linear(96, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def depthwise(batch: int = 32) -> Snapshot:
+    torch.manual_seed(0)
+    return Snapshot(Depthwise().to(CUDA), (torch.randn(batch, 3, 96, 96, device=CUDA),))
+
+
+class Deep(nn.Module):
+    """Many small layers: the host is what takes the time."""
+
+    def __init__(self, layers: int = 60, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def deep() -> Snapshot:
+    torch.manual_seed(0)
+    return Snapshot(Deep().to(CUDA), (torch.randn(32, 64, device=CUDA),))
+
+
+def milliseconds(step: Any, switches: dict[str, Any], rounds: int = 5, steps: int = 10) -> Any:
+    """Returns the median time of a step after each of the switches, taken in turns."""
+    times: dict[str, list[float]] = {name: [] for name in switches}
+    for _ in range(rounds):
+        for name, switch in switches.items():
+            switch()
+            for _ in range(3):
+                step()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            for _ in range(steps):
+                step()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - started) / steps)
+    return {name: 1e3 * median(seen) for name, seen in times.items()}
+
+
+def train(snapshot: Snapshot, optimizer: Any, sizes: list[int], accumulate: int = 1) -> None:
+    """Trains on batches of these sizes, with gradients clipped and added up over `accumulate` of them."""
+    source = torch.Generator(CUDA).manual_seed(3)
+    module, shape = snapshot.module, snapshot.args[0].shape[1:]
+    for k, size in enumerate(sizes):
+        x = torch.randn(size, *shape, device=CUDA, generator=source)
+        (module(x).square().mean() / accumulate).backward()
+        if (k + 1) % accumulate == 0:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=bool(k % 2))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_graphs_train_as_compiled_code_does(accumulate: int) -> None:
+    def weights(fix: Any) -> torch.Tensor:
+        torch._dynamo.reset()
+        snapshot = deep()
+        optimizer = torch.optim.AdamW(snapshot.module.parameters(), lr=1e-3, fused=True)
+        applied = fix().apply(scene(snapshot, optimizers=[optimizer]))
+        parity = applied.verify(snapshot)
+        assert parity.passed, parity.detail
+        applied.enable()
+        train(snapshot, optimizer, [32] * 12 + [7] + [32] * 12, accumulate)
+        with torch.no_grad():
+            snapshot.module.eval()(torch.randn(5, 64, device=CUDA))
+        snapshot.module.train()
+        train(snapshot, optimizer, [32] * 6, accumulate)
+        assert applied.failure() is None
+        applied.undo()
+        return torch.cat([p.detach().flatten() for p in snapshot.module.parameters()])
+
+    torch.testing.assert_close(weights(CudaGraphs), weights(CompileModel), rtol=1e-5, atol=1e-6)
+
+
+def test_graphs_are_launched_and_faster_where_the_host_is_slow() -> None:
+    snapshot = deep()
+    graphs, compiled = CudaGraphs().apply(scene(snapshot)), CompileModel().apply(scene(snapshot))
+    for applied in (compiled, graphs):
+        parity = applied.verify(snapshot)
+        assert parity.passed, parity.detail
+        applied.enable()
+
+    def step() -> None:
+        snapshot.module(*snapshot.args).sum().backward()
+        snapshot.module.zero_grad()
+
+    for _ in range(5):
+        step()
+    assert graphs.settled()
+    with torch.profiler.profile(acc_events=True) as seen:
+        step()
+        torch.cuda.synchronize()
+    launches = [e for e in seen.events() or () if e.name == "cudaGraphLaunch"]
+    assert len(launches) == 2  # forward and backward
+
+    def eager() -> None:
+        graphs.disable()
+        compiled.disable()
+
+    def both() -> None:
+        compiled.enable()
+        graphs.enable()
+
+    times = milliseconds(
+        step, {"eager": eager, "graphs": both, "compiled": graphs.disable}, steps=20
+    )
+    print(times)
+    assert times["graphs"] < 0.7 * times["compiled"] < 0.7 * times["eager"]
+    graphs.undo()
+    compiled.undo()
+
+
+def test_graphs_give_their_memory_back() -> None:
+    snapshot = depthwise()
+    for _ in range(2):
+        snapshot.module(*snapshot.args).sum().backward()
+        snapshot.module.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    applied = CudaGraphs().apply(scene(snapshot))
+    assert applied.verify(snapshot).passed
+    applied.enable()
+    for _ in range(5):
+        snapshot.module(*snapshot.args).sum().backward()
+    held = torch.cuda.memory_reserved()
+    grads = [p.grad.clone() for p in snapshot.module.parameters()]
+    applied.undo()
+    del applied
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    print(before, held, torch.cuda.memory_reserved())
+    assert torch.cuda.memory_reserved() < before + 0.25 * (held - before)
+    for a, p in zip(grads, snapshot.module.parameters(), strict=True):
+        assert torch.equal(a, p.grad)
+
+
+def test_everything_together_on_a_depthwise_net() -> None:
+    snapshot = depthwise()
+    optimizer = torch.optim.SGD(snapshot.module.parameters(), lr=0.01, momentum=0.9)
+    here = scene(snapshot, optimizers=[optimizer], findings={"L107": None}, step_s=0.05)
+    names = [sorted(vars(m)) for m in snapshot.module.modules()]
+    strides = [p.stride() for p in snapshot.module.parameters()]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        snapshot.module(*snapshot.args).square().mean().backward()
+        optimizer.step()
+
+    step()
+    applied = []
+    for fix in (FusedOptimizer, ChannelsLast, Bf16Autocast, CompileModel, CudaGraphs):
+        assert isinstance(fix().check(here), Eligible), fix.code
+        applied.append(fix().apply(here))
+        parity = applied[-1].verify(snapshot)
+        print(fix.code, parity.detail)
+        assert parity.passed, (fix.code, parity.detail)
+        applied[-1].enable()
+    compiled = frames()
+    for _ in range(8):
+        step()
+    assert frames() == compiled
+    assert all(a.failure() is None and a.settled() for a in applied)
+    # One taken out: what was not rehearsed is eager until it is, and nothing compiles in a step.
+    low = applied[2]
+    low.disable()
+    step()
+    assert frames() == compiled
+    assert applied[4].rehearse(snapshot) is None
+    compiled = frames()
+    for _ in range(3):
+        step()
+    assert frames() == compiled
+    low.enable()
+    for _ in range(6):
+        step()
+    assert frames() == compiled
+    assert applied[4].settled()
+    for fix in reversed(applied):
+        fix.undo()
+    assert [sorted(vars(m)) for m in snapshot.module.modules()] == names
+    assert [p.stride() for p in snapshot.module.parameters()] == strides
+    step()
+
+
+def test_channels_last_pays_on_depthwise_convolutions_in_bf16() -> None:
+    snapshot = depthwise(64)
+    low, last = Bf16Autocast().apply(scene(snapshot)), ChannelsLast().apply(scene(snapshot))
+    low.enable()
+    parity = last.verify(snapshot)
+    assert parity.passed, parity.detail
+
+    def step() -> None:
+        snapshot.module(*snapshot.args).square().mean().backward()
+        snapshot.module.zero_grad()
+
+    times = milliseconds(step, {"first": last.disable, "last": last.enable})
+    print(times)
+    assert times["last"] < 0.8 * times["first"]
+    last.undo()
+    low.undo()
+
+
+def test_blocks_of_a_gpt_are_compiled_where_the_whole_may_not_be() -> None:
+    snapshot = gpt()
+    applied = CompileModel().apply(scene(snapshot), {"parts": "blocks"})
+    assert applied.setting["parts"] == "blocks"
+    parity = applied.verify(snapshot)
+    assert parity.passed, parity.detail
+    applied.enable()
+    compiled = frames()
+    for _ in range(3):
+        snapshot.module(*snapshot.args, **snapshot.kwargs)["loss"].backward()
+    assert frames() == compiled
+    applied.undo()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_fused_groups_with_a_schedule_and_a_scaler(scaled: bool) -> None:
+    def run(fuse: bool) -> torch.Tensor:
+        snapshot = deep()
+        layers = list(snapshot.module.layers)
+        groups = [
+            {"params": [p for m in layers[:30] for p in m.parameters()], "lr": 1e-3},
+            {
+                "params": [p for m in layers[30:] for p in m.parameters()],
+                "lr": torch.tensor(1e-3, device=CUDA),
+            },
+        ]
+        optimizer = torch.optim.AdamW(groups)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**8, enabled=scaled)
+        applied = FusedOptimizer().apply(scene(snapshot, optimizers=[optimizer]))
+        for k in range(10):
+            if fuse and k > 1:
+                applied.enable() if k % 3 else applied.disable()
+            optimizer.zero_grad()
+            loss = snapshot.module(*snapshot.args).square().mean()
+            scaler.scale(loss * (float("inf") if scaled and k == 5 else 1.0)).backward()
+            if k % 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(snapshot.module.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+        applied.undo()
+        steps = {float(s["step"]) for s in optimizer.state.values()}
+        assert steps == {9.0 if scaled else 10.0}
+        return torch.cat([p.detach().flatten() for p in snapshot.module.parameters()])
+
+    torch.testing.assert_close(run(True), run(False), rtol=1e-4, atol=1e-5)
+
+
+def test_expandable_segments_are_in_use_in_a_process_that_is_started_with_them() -> None:
+    code = (
+        "import torch; from flopwise.fixes.catalog.allocator_settings import AllocatorSettings; "
+        "x = torch.zeros(1 << 20, device='cuda'); print(AllocatorSettings.at_start({}).trouble())"
+    )
+    bare = {k: v for k, v in os.environ.items() if not k.endswith("_ALLOC_CONF")}
+
+    def said(env: dict[str, str]) -> str:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert said({**bare, **AllocatorSettings.environment({})}) == "None"
+    assert "left out" in said(bare)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flopwise.kit.nested import NotRebuiltError, map_tensors, tensors_in
+from flopwise.kit.nested import NotRebuiltError, copies, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["a", "b"])
 
@@ -126,3 +126,41 @@ class TestTrees:
         ):
             map_tensors(Fixed(), lambda t: t + 1)
         assert len(map_tensors(Fixed(), lambda t: t)) == 1
+
+
+class TestCopies:
+    def test_have_the_same_values_strides_and_dtype_and_memory_of_their_own(self) -> None:
+        base = torch.arange(48.0).reshape(4, 12)
+        tree = {
+            "whole": base,
+            "slice": base[:, :-1],
+            "shifted": base[:, 1:],
+            "turned": base.t(),
+            "every other": base[:, ::2],
+            "repeated": base[:, :1].expand(4, 5),
+            "last": torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+            "windows": torch.arange(10).unfold(0, 4, 2),
+            "empty": torch.zeros(0, 3),
+            "scalar": torch.tensor(2, dtype=torch.int8),
+        }
+        found = copies(tree)
+        for name, tensor in tree.items():
+            copy = found[name]
+            assert torch.equal(copy, tensor), name
+            assert copy.stride() == tensor.stride(), name
+            assert copy.dtype == tensor.dtype
+            if tensor.numel():
+                assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+        base.zero_()
+        assert found["slice"].sum() > 0
+
+    def test_one_tensor_that_is_there_twice_is_so_in_the_copy(self) -> None:
+        ids = torch.arange(4)
+        (first,), found = copies(((ids,), {"labels": ids, "other": ids.clone()}))
+        assert found["labels"] is first
+        assert found["other"] is not first
+        assert first is not ids
+
+    def test_they_are_detached(self) -> None:
+        weight = torch.ones(3, requires_grad=True)
+        assert not copies([weight * 2])[0].requires_grad

@@ -15,7 +15,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="try fixes on a training script, keep what is proven faster, write a plan",
         description="Runs a training script several times: once as it is, once with fixes switched on and off "
         "between steps in randomised blocks, and then in fresh processes, with and without what was kept. No file of "
-        "yours is edited, but what the script itself writes, it writes each time. One process only (no torchrun).",
+        "yours is edited, but what the script itself writes, it writes each time. With --nproc-per-node all ranks "
+        "switch at the same steps.",
     )
     parser.add_argument(
         "--out", metavar="DIR", help="folder for everything (default: flopwise-runs/TIME-tune-NAME)"
@@ -52,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="steps timed in each (default: 40)",
     )
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
-    add_options(parser, torchrun=False)
+    add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,11 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
     from flopwise import api, tuning
 
     job = job_of(arguments)
-    if "torch.distributed.run" in job.argv or "torchrun" in job.argv[0]:
-        raise UsageError(
-            "tune works on one process: ranks that switch fixes at different steps would wait for each other. "
-            "Tune one rank alone, and apply the plan with: flopwise run --plan plan.toml --nproc-per-node N SCRIPT"
-        )
     api.check_json(arguments.json)
     return tuning.tune_command(
         job,

@@ -66,6 +66,7 @@ class Scene:
     compute_frac: float | None = None  # forward and backward
     optimizer_frac: float | None = None
     steps_left: int | None = None
+    time_left_s: float | None = None  # for trials, this fix's and all that follow
     cores: int = field(default_factory=cores_of_this_rank)
     facts: Facts = field(default_factory=Facts)
     #: Findings of the baseline by code, with the gain that each predicted (None: it carried none).
@@ -98,6 +99,9 @@ class Applied(ABC):
 
     setting: dict[str, str]  # what was chosen, for the plan
     compile_s: float = 0.0  # spent compiling so far
+    #: Of the least precise arithmetic that it brings into the forward; 0: it touches it and changes no number;
+    #: None: it does not touch the forward.
+    unit_roundoff: float | None = None
 
     @abstractmethod
     def enable(self) -> None:
@@ -114,6 +118,13 @@ class Applied(ABC):
     @abstractmethod
     def verify(self, snapshot: Snapshot) -> Parity:
         """Returns whether the numbers held, on one snapshot; leaves the fix off. May take seconds."""
+
+    def rehearse(self, snapshot: Snapshot) -> str | None:
+        """Makes ready for the fixes that are on now, so that no timed step has to; returns what went wrong.
+
+        Call it while this fix is on, before the combination is timed; nothing is changed by it. May take seconds.
+        """
+        return None
 
     def ready(self) -> bool:
         """Whether `verify` has what it needs; loader-workers must see a batch or two go by first."""
@@ -153,6 +164,8 @@ class Fix(ABC):
     findings: ClassVar[tuple[str, ...]] = ()
     #: Only when asked for by name: it changes more than time and rounding (see "What can change").
     opt_in: ClassVar[bool] = False
+    #: Tried on top of all that was kept, and not together with the others: it compiles what it finds.
+    late: ClassVar[bool] = False
     #: Codes of fixes that must not be on together with it; of two, the one that gains more alone stays.
     conflicts: ClassVar[tuple[str, ...]] = ()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from flopwise.fixes.catalog.allocator_settings import AllocatorSettings
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
+from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.catalog.needless_mask import NeedlessMask
@@ -19,6 +21,8 @@ FIXES: tuple[type[Fix], ...] = (
     Bf16Autocast,
     NeedlessMask,
     CompileModel,
+    CudaGraphs,
+    AllocatorSettings,
 )
 
 _INTRODUCTION = """\

@@ -22,9 +22,9 @@ from flopwise.meter.replay import error_words
 
 Call = Callable[..., Any]
 
-#: Ranks, inner to outer.
-COMPILED, INPUTS, AUTOCAST = 1, 2, 3
-TF32, MASKS = 4, 5
+#: Ranks, inner to outer. Captured graphs of compiled code stand in front of compiled code alone.
+COMPILED, GRAPHED, INPUTS, AUTOCAST = 10, 15, 20, 30
+TF32, MASKS = 40, 50
 #: Below this share of forward and backward in a step no trial could show a gain of theirs.
 LEAST_COMPUTE_FRAC = 0.05
 
@@ -89,11 +89,17 @@ class Slot:
         return max(self._roundoffs.values(), default=0.0)
 
     @property
+    def composition(self) -> tuple[int, ...]:
+        """The ranks of the layers that are in, inner to outer."""
+        return tuple(sorted(self._layers))
+
+    @property
     def compiles(self) -> bool:
         """Whether a call would run compiled code: the script's own, or that of a layer."""
         if self._found is not _ABSENT and self._found is not None:
             return True
-        return COMPILED in self._layers and self._stack is not None
+        own = COMPILED in self._layers or GRAPHED in self._layers
+        return own and self._stack is not None
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -156,9 +162,13 @@ class Slot:
         try:
             return self._stack(*args, **kwargs)
         except Exception as error:
-            return self._without(error, args, kwargs)
+            if ends_recomputation(error):
+                raise
+            words = error_words(error)
+        # Outside of the except clause, which keeps the memory of the frames that failed.
+        return self._without(words, args, kwargs)
 
-    def _without(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _without(self, words: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call failed with layers on: it is made once more without any, and they are out for good.
 
         If it fails again the error is the script's own, and the layers stay.
@@ -167,12 +177,20 @@ class Slot:
             if revert is not None:
                 revert()
         result = self.plain(*args, **kwargs)
-        self._give_up(f"the forward raised {error_words(error)}")
+        self._give_up(f"the forward raised {words}")
         self._rebuild()
         return result
 
 
 _NAME = "_compiled_call_impl"
+
+
+def ends_recomputation(error: Exception) -> bool:
+    """Whether this is how activation checkpointing leaves a block that it has seen enough of.
+
+    Source: `_StopRecomputationError` in torch/utils/checkpoint.py, torch 2.11 to 2.13.
+    """
+    return type(error).__name__ == "_StopRecomputationError"
 
 
 class Layers:
@@ -206,6 +224,11 @@ class Layers:
         for slot in self._slots:
             slot.take(self._rank)
         self._calls = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the layers are in."""
+        return self._calls is not None
 
     def settled(self) -> bool:
         """Whether, while on, any of the modules has been called: if not, the fix does nothing."""

@@ -59,6 +59,34 @@ def map_tensors(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tens
     return tree
 
 
+def copies(tree: Any) -> Any:
+    """Returns the tree with copies of its tensors, detached: with the same strides, and one for a tensor there twice.
+
+    So a copy is to a compiler what the tree was: labels that are the inputs themselves, or slices of a longer batch.
+    """
+    known: dict[int, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = _copied(tensor.detach())
+        return known[id(tensor)]
+
+    return map_tensors(tree, copied)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or type(tensor) is not torch.Tensor or not tensor.numel():
+        return tensor.clone()
+    if tensor.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tensor.clone()
+    kept = tensor  # without what is only repeated
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            kept = kept.narrow(dim, 0, 1)
+    copy = torch.empty_strided(kept.shape, kept.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(kept).expand(tensor.shape)
+
+
 def _rebuilt(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Returns a mapping of the same type with these items."""
     if all(items[key] is value for key, value in tree.items()):

@@ -280,7 +280,13 @@ def _twin_in_float64(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         for p in group["params"]:
             twins[p] = p.detach().double().requires_grad_(p.requires_grad)
             twins[p].grad = p.grad.double() if p.grad is not None else None
-        plain = {"params": [twins[p] for p in group["params"]], "fused": False, "foreach": False}
+        plain: dict[str, Any] = {
+            "params": [twins[p] for p in group["params"]],
+            "fused": False,
+            "foreach": False,
+        }
+        if group.get("capturable"):
+            plain["capturable"] = False  # asks for counters on the device
         groups.append({**group, **plain})
     twin: torch.optim.Optimizer = type(optimizer)(groups, lr=groups[0]["lr"])  # type: ignore[call-arg]
     for p, entry in optimizer.state.items():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from flopwise.kit.nested import map_tensors, tensors_in
+from flopwise.kit.nested import copies, map_tensors, tensors_in
 from flopwise.meter.kept import KeptModule, Rng
 
 
@@ -59,7 +59,7 @@ class Replay:
     def run(self) -> Outcome:
         """Runs the module itself, as it stands: `rewind` comes first, and switching a fix on between the two."""
         module, args, kwargs, autocast = self.snapshot
-        args, kwargs = map_tensors((args, kwargs), torch.Tensor.clone)
+        args, kwargs = copies((args, kwargs))
         with _autocast(self.device, autocast):
             return self._evaluate(lambda: module(*args, **kwargs), list(self.parameters.values()))
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from flopwise.kit.nested import map_tensors
+from flopwise.kit.nested import copies
 from flopwise.meter.found import (
     compiled_parts,
     compiles_own_code,
@@ -191,7 +191,7 @@ class Roots:
         under = torch.is_autocast_enabled(device)
         self.autocast = torch.get_autocast_dtype(device) if under else None
         if self.keep_inputs:
-            args, kwargs = map_tensors((args, kwargs), lambda t: t.detach().clone())
+            args, kwargs = copies((args, kwargs))
             self._inputs = Snapshot(module, args, kwargs, self.autocast)
 
     def _read(self, args: Any, kwargs: Any) -> str:

@@ -46,7 +46,8 @@ class Processes:
         folder = folders.create(str(self.folder / name), self.job.script, {**command, **options})
         measurement = Measurement(self.job, folder, command, quiet=True)
         with open(folder / OUTPUT, "wb") as output:
-            measurement.run(timeout_s=max(limit_s, 1.0), output=output, env=_environment())
+            env = _environment(self.folder)
+            measurement.run(timeout_s=max(limit_s, 1.0), output=output, env=env)
         if folders.gone(folder):
             raise RunFolderError(
                 f"the run folder {folder} went away while the script ran: the tune ends here, without a plan. "
@@ -80,8 +81,11 @@ def output_of(measurement: Measurement) -> Path:
     return measurement.folder / OUTPUT
 
 
-def _environment() -> dict[str, str]:
-    """Returns an environment in which experiment trackers stay offline: a trial is not an experiment."""
-    env = dict(os.environ)
+def _environment(folder: Path) -> dict[str, str]:
+    """Returns an environment in which experiment trackers stay offline: a trial is not an experiment.
+
+    What fixes compile is kept in the tune's folder, so that the processes of the proof need not compile it anew.
+    """
+    env = {"FLOPWISE_COMPILE_CACHE": str(folder.absolute() / "compile-cache"), **os.environ}
     env.update(WANDB_MODE="offline", HF_HUB_OFFLINE="1", COMET_START_OFFLINE="1", DO_NOT_TRACK="1")
     return env

@@ -48,8 +48,8 @@ class TestDeclines:
     @pytest.mark.parametrize(
         ("made", "reason"),
         [
-            (lambda: scene(nn.Linear(2, 2)), "no Conv2d"),
-            (lambda: scene(nn.Conv1d(2, 2, 1)), "no Conv2d"),
+            (lambda: scene(nn.Linear(2, 2)), "no convolution"),
+            (lambda: scene(nn.Conv1d(2, 2, 1)), "no convolution"),
             (lambda: scene(net().to(memory_format=LAST)), "already"),
             (lambda: scene(net(), facts=Facts(compiles=True)), "compiles"),
             (lambda: scene(nn.DataParallel(net())), "DataParallel"),
@@ -88,6 +88,63 @@ class TestDeclines:
         assert "view size" in applied.failure()
         applied.undo()
         assert model.conv.weight.is_contiguous()
+
+
+class Inverted(nn.Module):
+    """A block as in MobileNet and EfficientNet, with its images as its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grow, self.point = nn.Conv2d(3, 12, 1), nn.Conv2d(12, 6, 1)
+        self.depthwise = nn.Conv2d(12, 12, 3, padding=1, groups=12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.point(nn.functional.silu(self.depthwise(self.grow(x))))
+
+
+class TestDepthwise:
+    def test_weights_that_are_the_same_in_both_layouts_do_not_say_that_it_is_laid_out(self) -> None:
+        model = Inverted()
+        assert all(p.is_contiguous(memory_format=LAST) for p in model.parameters() if p.dim() == 4)
+        assert isinstance(ChannelsLast().check(scene(model)), Eligible)
+
+    def test_it_needs_no_finding(self) -> None:
+        answer = ChannelsLast().check(scene(Inverted(), findings={}))
+        assert isinstance(answer, Eligible)
+
+    def test_images_come_out_in_the_layout_that_they_had(self) -> None:
+        torch.manual_seed(0)
+        model = Inverted()
+        applied = ChannelsLast().apply(scene(model))
+        assert applied.verify(Snapshot(model, (images(),))).passed
+        seen: list[bool] = []
+        model.depthwise.register_forward_pre_hook(
+            lambda m, args: seen.append(args[0].is_contiguous(memory_format=LAST))
+        )
+        applied.enable()
+        out = model(images())
+        assert out.is_contiguous()
+        out.view(4, -1).sum().backward()  # as a script may do outside
+        applied.undo()
+        assert seen == [True]
+
+    def test_volumes(self) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv3d(2, 4, 3), nn.ReLU(), nn.Conv3d(4, 2, 3))
+        applied = ChannelsLast().apply(scene(model))
+        assert applied.verify(Snapshot(model, (torch.randn(2, 2, 8, 8, 8),))).passed
+        applied.enable()
+        assert model[0].weight.is_contiguous(memory_format=torch.channels_last_3d)
+        applied.undo()
+        assert model[0].weight.is_contiguous()
+
+    def test_weights_in_a_buffer_with_others_are_left_alone(self) -> None:
+        model = net()
+        flat = torch.zeros(2 * model.conv.weight.numel())
+        model.conv.weight.data = flat[: model.conv.weight.numel()].view_as(model.conv.weight)
+        answer = ChannelsLast().check(scene(model))
+        assert isinstance(answer, Declined)
+        assert "share their memory" in answer.reason
 
 
 class TestEffect:
@@ -139,11 +196,11 @@ class TestEffect:
         torch.testing.assert_close(run(True), run(False), rtol=1e-4, atol=1e-5)
 
     def test_a_wrong_layout_change_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from flopwise.fixes.catalog import channels_last
+        from flopwise.kit.memory import channels_last
 
-        right = channels_last._laid_out
+        right = channels_last.laid_out
         monkeypatch.setattr(
-            channels_last, "_laid_out", lambda t, s: right(t, s) * (1.01 if s is None else 1 / 1.01)
+            channels_last, "laid_out", lambda t, s: right(t, s) * (1.01 if s is None else 1 / 1.01)
         )
         model = net()
         before = model.conv.weight.detach().clone()

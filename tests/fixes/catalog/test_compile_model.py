@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from torch._dynamo import lookup_backend
 from torch.utils.checkpoint import checkpoint
 
+from flopwise.fixes import compiling
 from flopwise.fixes.catalog import compile_model
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.compile_model import CompileModel, alarm_problem
@@ -42,7 +44,7 @@ def _fresh() -> Iterator[None]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo and AOTAutograd as ever, without code generation."""
-    monkeypatch.setattr(compile_model, "BACKEND", lookup_backend("aot_eager"))
+    monkeypatch.setattr(compiling, "BACKEND", lookup_backend("aot_eager"))
 
 
 class Net(nn.Module):
@@ -178,7 +180,7 @@ class TestTimeLimit:
                 with contextlib.suppress(Exception):  # as compilers do
                     time.sleep(0.05)
 
-        monkeypatch.setattr(compile_model, "BACKEND", endless)
+        monkeypatch.setattr(compiling, "BACKEND", endless)
         model = net()
         weights = copy.deepcopy(model.state_dict())
         applied = compile_model._Applied([model], deadline_s=0.5)
@@ -204,7 +206,7 @@ class TestTimeLimit:
             while True:
                 time.sleep(0.05)
 
-        monkeypatch.setattr(compile_model, "BACKEND", endless)
+        monkeypatch.setattr(compiling, "BACKEND", endless)
         model = net()
         applied = compile_model._Applied([model], deadline_s=0.5)
         wanted = model(x())
@@ -219,7 +221,7 @@ class TestTimeLimit:
         def broken(graph: Any, inputs: Any) -> Any:
             raise ValueError("no such kernel")
 
-        monkeypatch.setattr(compile_model, "BACKEND", broken)
+        monkeypatch.setattr(compiling, "BACKEND", broken)
         model = net()
         applied = CompileModel().apply(scene(model))
         parity = applied.verify(Snapshot(model, (x(),)))
@@ -280,7 +282,7 @@ class TestEffect:
         def wrong(graph: Any, inputs: Any) -> Any:
             return lambda *args: tuple(o * 1.01 for o in graph(*args))
 
-        monkeypatch.setattr(compile_model, "BACKEND", wrong)
+        monkeypatch.setattr(compiling, "BACKEND", wrong)
         model = net()
         assert not CompileModel().apply(scene(model)).verify(Snapshot(model, (x(),))).passed
 
@@ -318,7 +320,7 @@ class TestAttention:
     def test_is_fused_and_the_numbers_hold(
         self, checkpointed: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(compile_model, "BACKEND", lookup_backend("aot_eager"))
+        monkeypatch.setattr(compiling, "BACKEND", lookup_backend("aot_eager"))
         model = net(Written, checkpointed=checkpointed)
         low = Bf16Autocast().apply(scene(model))
         if autocast:
@@ -326,9 +328,40 @@ class TestAttention:
         applied = CompileModel().apply(scene(model))
         parity = applied.verify(Snapshot(model, (self.inputs(),)))
         assert parity.passed, parity.detail
-        assert applied.setting == {"mode": "default", "attention": "replaced 1"}
+        assert applied.setting["attention"] == "replaced 1"
         applied.undo()
         low.undo()
+
+    @pytest.mark.usefixtures("quick")
+    @pytest.mark.parametrize("alike", [True, False])
+    def test_blocks_share_code_where_their_masks_are_equal(self, alike: bool) -> None:
+        class Block(Written):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + self.attend(x)
+
+        class Stack(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for block in self.blocks:
+                    x = block(x)
+                return x
+
+        model = net(Stack)
+        if not alike:
+            model.blocks[2].bias[0, 1] = 1.0
+        applied = CompileModel().apply(scene(model), {"parts": "blocks"})
+        parity = applied.verify(Snapshot(model, (self.inputs(),)))
+        assert parity.passed, parity.detail
+        assert applied.setting["parts"] == "blocks"
+        assert applied.setting["attention"] == "replaced 1"
+        model.blocks[1].bias.zero_()
+        applied.enable()
+        model(self.inputs())
+        assert ("bias" in (applied.failure() or "")) is alike
+        applied.undo()
 
     def test_by_inductor_without_a_change_of_its_settings(self) -> None:
         from torch._inductor import config
@@ -394,6 +427,64 @@ class TestStacking:
             applied[name].undo()
         assert sorted(vars(model)) == names
         assert frames() >= compiled
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(Square() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.inner:
+            x = block(x)
+        return x
+
+
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)) + x
+
+
+@pytest.mark.usefixtures("quick")
+class TestDdp:
+    @pytest.fixture(autouse=True)
+    def _group(self, tmp_path: Path) -> Iterator[None]:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+        )
+        yield
+        torch.distributed.destroy_process_group()
+
+    @pytest.mark.parametrize("setting", [None, {"parts": "whole"}])
+    def test_the_module_inside_is_compiled_by_blocks_unless_a_plan_says_otherwise(
+        self, setting: Any
+    ) -> None:
+        def grads(fixed: bool) -> list[torch.Tensor]:
+            model = nn.parallel.DistributedDataParallel(net(Deep))
+            applied = CompileModel().apply(scene(model), setting)
+            if fixed:
+                parity = applied.verify(Snapshot(model, (x(),)))
+                assert parity.passed, parity.detail
+                assert applied.setting["parts"] == ("whole" if setting else "blocks")
+                applied.enable()
+                compiled = frames()
+            for k in range(4):
+                with model.no_sync() if k % 2 else contextlib.nullcontext():
+                    model(x()).sum().backward()
+            if fixed:
+                assert frames() == compiled
+                assert applied.settled()
+            assert applied.failure() is None
+            applied.undo()
+            assert not any("_compiled_call_impl" in vars(m) for m in model.modules())
+            return [p.grad for p in model.module.inner.parameters()]
+
+        for a, b in zip(grads(True), grads(False), strict=True):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.usefixtures("quick")

@@ -64,6 +64,8 @@ KINDS = {
     "AdamW foreach": lambda: AdamW(parameters(), foreach=True),
     "AdamW float64": lambda: AdamW(parameters(torch.float64)),
     "AdamW bfloat16": lambda: AdamW(parameters(torch.bfloat16)),
+    "AdamW tensor rate": lambda: AdamW(parameters(), lr=torch.tensor(1e-3)),
+    "SGD tensor rate": lambda: SGD(parameters(), lr=torch.tensor(0.1), momentum=0.9),
     "SGD": lambda: SGD(parameters(), lr=0.1),
     "SGD nesterov": lambda: SGD(
         parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1
@@ -87,7 +89,7 @@ class TestDeclines:
             (lambda: scene(AdamW(parameters(), fused=True)), "fused already"),
             (lambda: scene(AdamW(parameters(), capturable=True)), "capturable"),
             (lambda: scene(AdamW(parameters(), differentiable=True)), "differentiable"),
-            (lambda: scene(AdamW(parameters(), lr=torch.tensor(1e-3))), "lr is a tensor"),
+            (lambda: scene(Adagrad(parameters(), lr=torch.tensor(1e-3))), "lr is a tensor"),
             (lambda: scene(AdamW(parameters(torch.complex64))), "complex64"),
             (lambda: scene(SGD([nn.Parameter(torch.ones(2, device="meta"))], lr=0.1)), "meta"),
             (lambda: scene(half_with_momentum()), "no momentum yet"),
@@ -189,10 +191,81 @@ class TestEffect:
     def test_what_has_become_impossible_is_left_off(self) -> None:
         optimizer = steps(AdamW(parameters()))
         applied = FusedOptimizer().apply(scene(optimizer))
-        optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+        optimizer.param_groups[0]["weight_decay"] = torch.tensor(1e-3)
         applied.enable()
         assert "tensor" in applied.failure()
         assert not optimizer.param_groups[0]["fused"]
+
+    def test_a_group_that_is_added_meanwhile_is_fused_and_put_back(self) -> None:
+        optimizer = steps(AdamW(parameters()))
+        applied = FusedOptimizer().apply(scene(optimizer))
+        applied.enable()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+        steps(optimizer, 2)
+        assert [g["fused"] for g in optimizer.param_groups] == [True, True]
+        applied.disable()
+        assert [g["fused"] for g in optimizer.param_groups] == [None, None]
+        assert [g["foreach"] for g in optimizer.param_groups] == [None, None]
+        steps(optimizer, 1)
+        assert [s["step"] for s in optimizer.state.values()] == [6, 6, 3]
+
+    def test_what_is_saved_while_it_is_on_is_what_the_script_would_have_saved(self) -> None:
+        bare, ours = steps(AdamW(parameters())), steps(AdamW(parameters()))
+        applied = FusedOptimizer().apply(scene(ours))
+        applied.enable()
+        steps(ours, 2, 7)
+        steps(bare, 2, 7)
+        live = ours.state[ours.param_groups[0]["params"][0]]["step"]
+        saved, expected = ours.state_dict(), bare.state_dict()
+        assert saved["param_groups"] == expected["param_groups"]
+        assert saved["state"].keys() == expected["state"].keys()
+        for index, entry in expected["state"].items():
+            assert saved["state"][index].keys() == entry.keys()
+            assert torch.equal(saved["state"][index]["step"], entry["step"])
+        assert ours.param_groups[0]["fused"] is True
+        assert ours.state[ours.param_groups[0]["params"][0]]["step"] is live
+
+    def test_a_state_that_is_loaded_while_it_is_on_is_fused_as_well(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bare, ours = steps(AdamW(parameters()), 4), steps(AdamW(parameters()))
+        checkpoint = copy.deepcopy(bare.state_dict())
+        applied = FusedOptimizer().apply(scene(ours))
+        applied.enable()
+        ours.load_state_dict(checkpoint)
+        ran, kernel = [], torch._fused_adamw_
+        monkeypatch.setattr(
+            torch, "_fused_adamw_", lambda *a, **k: (ran.append(1), kernel(*a, **k))
+        )
+        steps(ours, 1)
+        assert ran == [1]
+        applied.disable()
+        steps(ours, 1)
+        assert ran == [1]
+        assert [s["step"] for s in ours.state.values()] == [6, 6]
+        assert str(ours.state_dict()["param_groups"]) == str(checkpoint["param_groups"])
+
+    @pytest.mark.parametrize("clips", [False, True])
+    def test_a_schedule_and_clipping_go_on_as_without(self, clips: bool) -> None:
+        def run(fuse: bool) -> list[torch.Tensor]:
+            optimizer = AdamW(parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+            applied = FusedOptimizer().apply(scene(optimizer))
+            generator = torch.Generator().manual_seed(0)
+            for k in range(12):
+                for p in optimizer.param_groups[0]["params"]:
+                    p.grad = torch.randn(p.shape, generator=generator)
+                if clips:
+                    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.5)
+                if fuse:
+                    applied.enable() if k % 4 else applied.disable()
+                optimizer.step()
+                schedule.step()
+            applied.undo()
+            return optimizer.param_groups[0]["params"]
+
+        for a, b in zip(run(True), run(False), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
     def test_a_float64_step_counter_is_moved_and_put_back(self) -> None:
         torch.set_default_dtype(torch.float64)
@@ -220,7 +293,9 @@ class TestUndo:
         def look() -> Any:
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             state = [{k: id(v) for k, v in s.items()} for s in optimizer.state.values()]
-            return groups, [list(g) for g in groups], state, sorted(vars(optimizer))
+            hooks = [len(v) for n, v in vars(optimizer).items() if n.endswith("_hooks")]
+            own = sorted(vars(optimizer)), dict(optimizer.defaults), hooks
+            return groups, [list(g) for g in groups], state, own
 
         before, saved = look(), copy.deepcopy(optimizer.state_dict())
         applied = FusedOptimizer().apply(scene(optimizer))
@@ -268,3 +343,27 @@ class TestOnAGpu:
         assert [s["step"] for s in optimizer.state.values()] == [5.0] * 4
         assert all(a is s["step"] for a, s in zip(counters, optimizer.state.values(), strict=True))
         run(1)
+
+    def test_capturable_counters_stay_on_the_device(self) -> None:
+        params = [nn.Parameter(torch.randn(64, 64, device="cuda")) for _ in range(4)]
+        rate = torch.tensor(1e-3, device="cuda")
+        optimizer = AdamW(params, lr=rate, capturable=True)
+
+        def run(n: int) -> None:
+            for _ in range(n):
+                for p in params:
+                    p.grad = torch.randn_like(p)
+                optimizer.step()
+
+        run(3)
+        applied = FusedOptimizer().apply(scene(optimizer))
+        parity = applied.verify(Snapshot(nn.Identity()))
+        assert parity.passed, parity.detail
+        counters = [s["step"] for s in optimizer.state.values()]
+        applied.enable()
+        run(2)
+        applied.disable()
+        assert all(a is s["step"] for a, s in zip(counters, optimizer.state.values(), strict=True))
+        assert all(s["step"].is_cuda for s in optimizer.state.values())
+        run(1)
+        assert [float(s["step"]) for s in optimizer.state.values()] == [6.0] * 4

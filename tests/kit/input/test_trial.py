@@ -91,3 +91,22 @@ def test_when_time_is_up_twenty_steps_are_enough() -> None:
     )
     assert trial is not None
     assert trial.steps == 20
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_workers_that_are_slower_than_the_step_are_seen_though_much_was_queued() -> None:
+    """Two workers bring a batch in 30 ms for a step of 24; what the slow first step lets queue up lasts for 40 steps."""
+    stepped = []
+
+    def step(batch: Any) -> None:
+        time.sleep(0.024 if stepped else 0.6)
+        stepped.append(batch)
+
+    loader = DataLoader(Slow(500, 0.060), batch_size=1, num_workers=2, prefetch_factor=2)
+    run = TrialRun(loader, LoaderChoice(2, 2, False, 3), "cpu", step)
+    trial = run.measure(20, time.monotonic() + 60)
+    assert trial is not None
+    assert trial.step_s > 0.028
+    assert 0.1 < trial.wait_frac < 0.4  # 6 of 30 ms
+    assert len(stepped) == trial.steps + 4  # what was queued was taken without the step

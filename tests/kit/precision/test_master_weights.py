@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -137,6 +138,31 @@ class TestWhatIsComputed:
             return list(model.state_dict().values())
 
         assert equal(trained(True), trained(False))
+
+    @pytest.mark.parametrize("zero", ["optimizer", "model"])
+    def test_zeroed_gradients_take_no_memory_while_the_next_step_computes(self, zero: str) -> None:
+        model = net()
+        optimizer = adamw(model)
+        masters = MasterWeights(model, optimizer)
+        MixedPrecision(model)
+        loss_of(model, 0).backward()
+        optimizer.step()
+        gradients = [weakref.ref(pair.weight.grad) for pair in masters.pairs]
+        assert all(ref() is not None for ref in gradients)
+        (optimizer if zero == "optimizer" else model).zero_grad()
+        loss = loss_of(model, 1)
+        assert all(ref() is None for ref in gradients)
+        loss.backward()
+        assert all(pair.weight.grad is pair.master.grad for pair in masters.pairs)
+        before = [pair.weight.grad for pair in masters.pairs]
+        loss_of(model, 2)  # what was not zeroed stays
+        assert all(b is p.weight.grad for b, p in zip(before, masters.pairs, strict=True))
+
+    def test_a_copy_does_not_hold_the_optimizer(self) -> None:
+        model = net()
+        MasterWeights(model, adamw(model))
+        hook = next(h for h in copy.deepcopy(model)._forward_pre_hooks.values() if vars(h))
+        assert list(hook._pairs) == []
 
     def test_zeroing_through_the_model_is_the_same(self) -> None:
         assert equal(train(True, zero="model", micro=2), train(False, zero="model", micro=2))

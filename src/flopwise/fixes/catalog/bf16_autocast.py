@@ -70,6 +70,8 @@ class Bf16Autocast(Fix):
 
 
 class _Applied(Applied):
+    unit_roundoff = BFLOAT16
+
     def __init__(self, modules: list[nn.Module], device: torch.device) -> None:
         self.setting = {"dtype": "bfloat16"}
         self._layers = Layers(modules, AUTOCAST, BFLOAT16)

@@ -25,6 +25,8 @@ DEVICES = {
 }
 #: Adagrad has a fused kernel for the CPU only in the oldest torch that flopwise supports.
 CPU_ONLY = (Adagrad,)
+#: Classes whose fused kernel takes a learning rate that is a tensor. Source: `tensor_lr` in native_functions.yaml.
+TENSOR_RATE = (Adam, AdamW, SGD)
 
 _ABSENT = object()
 
@@ -35,17 +37,18 @@ class FusedOptimizer(Fix):
     What it does:
     Sets `fused=True` and `foreach=False` in the parameter groups of Adam, AdamW, SGD and Adagrad, as their
     constructors would, moves step counters to the parameters' device, and tells a GradScaler that the kernel unscales
-    by itself. Switched off, flags, counters and attributes are as they were.
+    by itself. Switched off, flags, counters and attributes are as they were. What is saved meanwhile says what it
+    would without the fix, and a state that is loaded meanwhile is fused as well. Clipping gradients is left alone.
 
     Why it helps:
     An update written op by op launches several kernels per parameter (or per list of parameters) and reads and writes
     every weight several times; fused, weights, gradients and moments are read and written once.
 
     When it declines:
-    The optimizer is another class or a subclass; it is fused already, compiled, capturable or differentiable; a
-    gradient is sparse, a parameter complex, sharded or on a device or of a dtype without a fused kernel; learning
-    rate or weight decay is a tensor where the kernel wants a number; SGD with momentum holds parameters that have no
-    momentum yet; the optimizer takes too small a share of the step.
+    The optimizer is another class or a subclass; it is fused already, compiled, differentiable, or capturable on a
+    CPU; a gradient is sparse, a parameter complex, sharded or on a device or of a dtype without a fused kernel;
+    learning rate or weight decay is a tensor where the kernel wants a number; SGD with momentum holds parameters that
+    have no momentum yet; the optimizer takes too small a share of the step.
 
     What can change:
     The same formula in another order of operations: the update differs by rounding, held against a float64
@@ -107,7 +110,9 @@ class _Switch:
         self.failure: str | None = None
         self._flags: list[tuple[dict[str, Any], dict[str, Any]]] | None = None
         self._attributes: dict[str, Any] = {}
-        self._steps: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._defaults: dict[str, Any] = {}
+        self._steps: dict[torch.Tensor, torch.Tensor] = {}  # counters as they were
+        self._hooks: list[Any] = []
 
     def on(self) -> None:
         """Fuses; where that has become impossible it stays off and says why."""
@@ -116,63 +121,101 @@ class _Switch:
         self.failure = _problem(self.optimizer)
         if self.failure is not None:
             return
-        groups = self.optimizer.param_groups
-        self._flags = [(g, {n: g.get(n, _ABSENT) for n in ("fused", "foreach")}) for g in groups]
-        for group in groups:
-            group["fused"], group["foreach"] = True, False
-        own = vars(self.optimizer)
+        own, defaults = vars(self.optimizer), self.optimizer.defaults
         self._attributes = {n: own.get(n, _ABSENT) for n in _ATTRIBUTES}
         own.update(_ATTRIBUTES)
-        self._move_steps()
+        self._defaults = {n: defaults.get(n, _ABSENT) for n in _FLAGS}
+        defaults.update(_FLAGS)  # for groups that the script adds
+        self._fuse()
+        self._hooks = [
+            self.optimizer.register_state_dict_post_hook(self._saved),
+            self.optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
 
     def off(self) -> None:
         """Puts flags, attributes and step counters back."""
         if self._flags is None:
             return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
         for group, flags in self._flags:
             _put_back(group, flags)
-        for (
-            group
-        ) in self.optimizer.param_groups:  # the script may have replaced them by loading a state
+        for group in self.optimizer.param_groups:  # the script may have added some
             if group.get("fused") and all(group is not g for g, _ in self._flags):
-                group["fused"], group["foreach"] = None, None
+                _put_back(group, self._defaults)
+        _put_back(self.optimizer.defaults, self._defaults)
         _put_back(vars(self.optimizer), self._attributes)
         self._flags = None
-        self._move_steps_back()
+        for parameter, step in self._own_steps().items():
+            self.optimizer.state[parameter]["step"] = step
+        self._steps.clear()
 
-    def _move_steps(self) -> None:
-        """Puts step counters where the fused kernel wants them: float32, on the parameter's device."""
+    def _fuse(self) -> None:
+        """Sets the groups' flags, and puts step counters where the kernel wants them: float32, beside the parameter."""
+        groups = self.optimizer.param_groups
+        self._flags = [(g, {n: g.get(n, _ABSENT) for n in _FLAGS}) for g in groups]
+        for group in groups:
+            group.update(_FLAGS)
+        self._steps.clear()
         for parameter, state in self.optimizer.state.items():
             step = state.get("step")
             if isinstance(step, torch.Tensor) and (
                 step.device != parameter.device or step.dtype != torch.float32
             ):
-                moved = step.to(parameter.device, torch.float32, copy=True)
-                self._steps[parameter] = (step, moved)
-                state["step"] = moved
+                self._steps[parameter] = step
+                state["step"] = step.to(parameter.device, torch.float32, copy=True)
 
-    def _move_steps_back(self) -> None:
-        """Puts the counters back where they were, with the steps made since; one copy for all of them."""
-        state = self.optimizer.state
-        away = [
-            (p, s["step"])
-            for p, s in state.items()
-            if isinstance(s.get("step"), torch.Tensor)
-            and (p in self._steps or s["step"].device.type != "cpu")
-        ]
-        if not away:
-            return
-        values = torch.stack([step.detach().float() for _, step in away]).cpu()
-        for (parameter, _), value in zip(away, values, strict=True):
-            old, _ = self._steps.pop(parameter, (torch.tensor(0.0), None))
-            with torch.no_grad():
-                old.copy_(value)
-            state[parameter]["step"] = old
-        self._steps.clear()
+    @torch.no_grad()
+    def _own_steps(self, copies: bool = False) -> dict[torch.Tensor, torch.Tensor]:
+        """Returns the step counters as the script's own form has them, where that is not as they are now.
+
+        Those that were there are written to and returned, unless `copies` are wanted.
+        """
+        kept = {p for g in self.optimizer.param_groups if g.get("capturable") for p in g["params"]}
+        away: dict[torch.device, list[torch.Tensor]] = {}
+        for parameter, state in self.optimizer.state.items():
+            step = state.get("step")
+            if isinstance(step, torch.Tensor) and (
+                parameter in self._steps or (step.device.type != "cpu" and parameter not in kept)
+            ):
+                away.setdefault(step.device, []).append(parameter)
+        found = {}
+        for parameters in away.values():  # one copy for all counters of a device
+            steps = [self.optimizer.state[p]["step"].detach().float() for p in parameters]
+            for parameter, value in zip(parameters, torch.stack(steps).cpu(), strict=True):
+                old = self._steps.get(parameter)
+                if old is None:  # made meanwhile: as `_init_group` makes it
+                    old = torch.tensor(0.0, dtype=_counter_dtype())
+                elif copies:
+                    old = old.clone()
+                found[parameter] = old.copy_(value)
+        return found
+
+    def _saved(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state dict as it would be without the fix."""
+        own, state = self._own_steps(copies=True), dict(saved["state"])
+        flags = {id(group): flags for group, flags in self._flags or ()}
+        for packed, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+            _put_back(packed, flags.get(id(group), self._defaults))
+            for index, parameter in zip(packed["params"], group["params"], strict=True):
+                if parameter in own and index in state:
+                    state[index] = {**state[index], "step": own[parameter]}
+        return {**saved, "state": state}
+
+    def _loaded(self, optimizer: Optimizer) -> None:
+        """Fuses what the script has just loaded."""
+        self._fuse()
 
 
 #: What the constructors set when fused. Source: torch.optim.Adam, SGD and Adagrad, torch 2.11 to 2.13.
 _ATTRIBUTES = {"_step_supports_amp_scaling": True, "_need_device_dtype_check_for_fused": True}
+_FLAGS = {"fused": True, "foreach": False}
+
+
+def _counter_dtype() -> torch.dtype:
+    """Returns the dtype of a step counter. Source: `_get_scalar_dtype` in torch/optim/optimizer.py."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 def _put_back(own: dict[str, Any], values: dict[str, Any]) -> None:
@@ -196,14 +239,17 @@ def _problem(optimizer: Optimizer) -> str | None:
         return f"{kind.__name__} is fused already"
     if any(group.get("fused") for group in groups):
         return "some parameter groups are fused already"
-    for flag in ("differentiable", "capturable"):
-        if any(group.get(flag) for group in groups):
-            return f"the optimizer is {flag}"
+    if any(group.get("differentiable") for group in groups):
+        return "the optimizer is differentiable"
     for group in groups:
-        for number in ("lr", "weight_decay"):
-            if isinstance(group.get(number), torch.Tensor):
-                return f"{number} is a tensor"
+        rate = group.get("lr")
+        if isinstance(rate, torch.Tensor) and (kind not in TENSOR_RATE or rate.numel() != 1):
+            return "lr is a tensor"
+        if isinstance(group.get("weight_decay"), torch.Tensor):
+            return "weight_decay is a tensor"
         for parameter in group["params"]:
+            if group.get("capturable") and parameter.device.type == "cpu":
+                return "the optimizer is capturable, which means nothing on a CPU"
             reason = _parameter_problem(kind, parameter)
             if reason:
                 return reason

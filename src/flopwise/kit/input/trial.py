@@ -22,6 +22,8 @@ LEAST_STEPS = 2 * _BLOCKS
 #: Student's t for 9 degrees of freedom, two-sided 95 %.
 _T9 = 2.262
 
+#: Steps before anything else, which may be slow.
+_FIRST_STEPS = 2
 #: A loader of very short epochs is begun again so often and no more.
 _MOST_EPOCHS = 1000
 
@@ -70,7 +72,8 @@ class TrialRun:
         choice = self._choice
         batches = Prefetcher(self._loader, self._device, choice.depth, measure_wait=True)
         ready = choice.num_workers * (choice.prefetch_factor or 0) + choice.depth + 2
-        times: list[float | None] = []  # None: a step that is not counted
+        steps = max(steps, 2 * choice.num_workers)  # those that begin together end together
+        times: list[float | None] = []  # None: a batch that is not counted
         try:
             for step_s in self._steps(batches, ready):
                 times.append(step_s)
@@ -87,24 +90,29 @@ class TrialRun:
         return trial_of(choice, [w for w, _ in pairs], [t for _, t in pairs], rest_s)
 
     def _steps(self, batches: Prefetcher, ready: int) -> Iterator[float | None]:
-        """Yields the length of each step, seconds; None for those that live on what the start-up had queued.
+        """Yields the length of each step, seconds; None for batches that are not counted.
 
-        An epoch shorter than that is begun again; its first step, which pays for the start, is not counted.
+        The first steps may take seconds (they compile, allocate), in which the queue fills. What may be queued then is
+        taken without the step: with it, workers that are hardly slower than the step would look fast for as long as the
+        queue lasts. Then each worker's next batch gets the steps into their pace. An epoch shorter than that is begun
+        again; its first step, which pays for the start, is not counted.
         """
-        seen, uncounted = 0, ready
+        seen, queued = 0, range(_FIRST_STEPS + 1, _FIRST_STEPS + ready + 1)
+        uncounted = queued.stop - 1 + max(1, self._choice.num_workers)
         for _ in range(_MOST_EPOCHS):
             count = 0
             began = time.perf_counter()
             for batch in batches:
                 self.batch_bytes = self.batch_bytes or sum(t.nbytes for t in tensors_in(batch))
-                self._step(batch)
-                ended = time.perf_counter()
                 seen, count = seen + 1, count + 1
+                if seen not in queued:
+                    self._step(batch)
+                ended = time.perf_counter()
                 yield ended - began if count > 1 and seen > uncounted else None
                 began = ended
             if count < 2:
                 return
-            uncounted = 0
+            queued, uncounted = range(0), 0
 
 
 def _drained(device: torch.device) -> float:

@@ -49,7 +49,7 @@ class ChannelsLast:
         """
         if self._handles:
             return
-        for weight in _weights(self.module):
+        for weight in image_weights(self.module):
             self._strides[weight] = weight.stride()
             self._lay_out(weight, None)
         self._handles = [
@@ -88,7 +88,7 @@ class ChannelsLast:
             if isinstance(tensor, torch.Tensor) and tensor.shape == weight.shape:
                 if self._memory is not None:
                     self._memory.append((tensor, tensor.data))
-                tensor.data = _laid_out(tensor.data, stride)
+                tensor.data = laid_out(tensor.data, stride)
 
 
 def choose_channels_last(
@@ -112,7 +112,7 @@ def choose_channels_last(
     need_step(where, step)
     need_whole(where, "rounds", rounds)
     result = ChannelsLast(module, tuple(need_optimizers(where, optimizers)))
-    result.declined = _reason(module)
+    result.declined = layout_problem(module)
     failed = None
     if result.declined is None:
         result._memory = []
@@ -158,7 +158,7 @@ def _try(result: ChannelsLast, step: Callable[[], object], rounds: int) -> str |
     return None if result.measured.faster else f"not shown to be faster: {result.measured}"
 
 
-def _reason(module: nn.Module) -> str | None:
+def layout_problem(module: nn.Module) -> str | None:
     """Returns why another layout is not tried, None where it may be."""
     if not any(isinstance(m, _CONVOLUTIONS) for m in module.modules()):
         return "the model has no convolution over images"
@@ -170,10 +170,10 @@ def _reason(module: nn.Module) -> str | None:
     if _is_known_elsewhere(module, weights):
         return "its weights or gradients share their memory with others, who would not see another layout"
     # Of one channel a group, or of one pixel, both layouts are the same: such weights say nothing.
-    laid_out = any(not weight.is_contiguous() for weight in weights)
+    telling = any(not weight.is_contiguous() for weight in weights)
     return (
         "the model is in channels-last layout already"
-        if laid_out and not _weights(module)
+        if telling and not image_weights(module)
         else None
     )
 
@@ -192,8 +192,8 @@ def _is_known_elsewhere(module: nn.Module, weights: Sequence[torch.Tensor]) -> b
     return False
 
 
-def _weights(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the weights for which channels-last is another layout; each once."""
+def image_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the weights of convolutions for which channels-last is another layout; each once."""
     found: dict[nn.Parameter, None] = {}
     for layer in module.modules():
         if isinstance(layer, _CONVOLUTIONS) and type(layer.weight) is nn.Parameter:
@@ -201,7 +201,7 @@ def _weights(module: nn.Module) -> list[nn.Parameter]:
     return [w for w in found if not w.is_contiguous(memory_format=FORMATS[w.dim()])]
 
 
-def _laid_out(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
+def laid_out(tensor: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
     """Returns the tensor with these strides; None: channels-last."""
     if stride is None:
         return tensor.contiguous(memory_format=FORMATS[tensor.dim()])

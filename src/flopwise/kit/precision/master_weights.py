@@ -49,6 +49,28 @@ class Pair:
     master: nn.Parameter
 
 
+class _LetGo:
+    """Before a forward, lets gradients go that were zeroed on one side: the other side would hold them through backward.
+
+    A copied or pickled model has no masters, and gets one that does nothing.
+    """
+
+    def __init__(self, pairs: Iterable[Pair]) -> None:
+        self._pairs = list(pairs)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for pair in self._pairs:
+            if pair.master.grad is None:
+                pair.weight.grad = None
+            elif pair.weight.grad is None:
+                pair.master.grad = None
+
+    def __reduce__(self) -> Any:
+        return _LetGo, ((),)
+
+
 class MasterWeights:
     """Keeps the weights of products in 16 bits and steps float32 master copies of them, until `undo`.
 
@@ -100,7 +122,10 @@ class MasterWeights:
                 + "; ".join(f"{name}: {why}" for name, why in list(self.kept.items())[:3])
             )
         self.pairs = [_halve(name, weight, _DTYPES[self.dtype]) for name, weight in chosen.items()]
-        self._handles: list[Any] = [model.register_forward_pre_hook(_not_in_ddp)]
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(_not_in_ddp),
+            model.register_forward_pre_hook(_LetGo(self.pairs)),
+        ]
         for pair in self.pairs:
             self._handles += _aliased_gradients(pair)
         for optimizer in self.optimizers:

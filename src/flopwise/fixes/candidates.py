@@ -1,0 +1,70 @@
+"""Fixes on trial: what is known of each, and the numbers of several together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from flopwise.fixes.interface import Applied, Eligible, Fix
+from flopwise.meter.parity import compare_forward
+from flopwise.meter.replay import Snapshot
+from flopwise.records.verdict import Parity
+
+
+@dataclass
+class Candidate:
+    """A fix that is applied and being tried."""
+
+    fix: Fix
+    applied: Applied
+    parity: Parity | None = None
+    predicted_gain_frac: float | None = None  # 1 - t_new / t_old
+    kept: bool = False
+
+
+def clashes(one: Fix, other: Fix) -> bool:
+    """Returns whether two fixes must not be on together, whichever of them says so."""
+    return other.code in one.conflicts or one.code in other.conflicts
+
+
+def predicted_gain(
+    fix: Fix, answer: Eligible, findings: Mapping[str, float | None]
+) -> float | None:
+    """Returns the gain that was predicted for a fix: its own word, else that of the first finding that it cures."""
+    if answer.predicted_gain_frac is not None:
+        return answer.predicted_gain_frac
+    return next((findings[code] for code in fix.findings if findings.get(code) is not None), None)
+
+
+def parity_together(applied: Sequence[Applied], snapshot: Snapshot) -> Parity:
+    """Returns how outputs, loss and gradients differ with all of these on, against none of them; leaves them on.
+
+    Held against a float64 reference with the unit roundoff of the coarsest. Fixes that do not touch the forward are
+    judged apart and stay as they are.
+    """
+    inside = [a for a in applied if a.unit_roundoff is not None]
+    numerics = "reordered" if any(a.unit_roundoff for a in inside) else "identical"
+
+    def on() -> None:
+        for a in inside:
+            a.enable()
+
+    def off() -> None:
+        for a in reversed(inside):
+            a.disable()
+
+    if not inside:
+        return Parity(
+            numerics, True, None, None, None, 0.0, 1.0, 0.0, "", "nothing touches the forward"
+        )
+    off()
+    try:
+        return compare_forward(
+            snapshot,
+            on,
+            off,
+            numerics=numerics,
+            unit_roundoff=max(a.unit_roundoff or 0.0 for a in inside),
+        )
+    finally:
+        on()
