@@ -41,7 +41,7 @@ def _fresh() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo and AOTAutograd as ever, without code generation."""
-    monkeypatch.setattr(compiling, "inductor", lambda mode: lookup_backend("aot_eager"))
+    monkeypatch.setattr(compiling, "BACKEND", lookup_backend("aot_eager"))
 
 
 class Block(nn.Module):
@@ -339,7 +339,7 @@ class TestBlocks:
                 time.sleep(0.05)
             return graph
 
-        monkeypatch.setattr(compiling, "inductor", lambda mode: slow_for_many)
+        monkeypatch.setattr(compiling, "BACKEND", slow_for_many)
         model = stack(blocks=4)
         applied = Compiling([model], 2.0)
         parity = applied.verify(Snapshot(model, (x(),)))
@@ -354,7 +354,7 @@ class TestBlocks:
                 raise ValueError("no such kernel")
             return graph
 
-        monkeypatch.setattr(compiling, "inductor", lambda mode: broken_for_many)
+        monkeypatch.setattr(compiling, "BACKEND", broken_for_many)
         model = stack(blocks=4)
         applied = Compiling([model], 60.0)
         parity = applied.verify(Snapshot(model, (x(),)))
@@ -368,7 +368,7 @@ class TestBlocks:
         def broken(graph: Any, inputs: Any) -> Any:
             raise ValueError("no such kernel")
 
-        monkeypatch.setattr(compiling, "inductor", lambda mode: broken)
+        monkeypatch.setattr(compiling, "BACKEND", broken)
         model = nn.Sequential(nn.Linear(8, 4))
         applied = Compiling([model], 60.0)
         parity = applied.verify(Snapshot(model, (x(),)))
@@ -418,7 +418,7 @@ class TestFailures:
 
             return run
 
-        monkeypatch.setattr(compiling, "inductor", lambda mode: breaks_later)
+        monkeypatch.setattr(compiling, "BACKEND", breaks_later)
         model = stack()
         low = Bf16Autocast().apply(Scene(roots=(model,), compute_frac=0.9))
         applied = tried(model, x())

@@ -28,8 +28,10 @@ from flopwise.fixes.catalog.device_prefetch import DevicePrefetch
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.labelled_logits import LabelledLogits
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
+from flopwise.fixes.catalog.needless_mask import NeedlessMask
 from flopwise.fixes.catalog.padded_dimension import PaddedDimension
 from flopwise.fixes.catalog.recompute_off import RecomputeOff, kept_bytes
+from flopwise.fixes.catalog.tf32_matmul import Tf32Matmul
 from flopwise.fixes.interface import Eligible, Scene
 from flopwise.fixes.lazy_logits import LazyLogits
 from flopwise.meter.replay import Snapshot
@@ -237,6 +239,121 @@ def test_batches_of_workers_are_pinned_and_in_order() -> None:
     applied.undo()
     assert seen == list(range(96))
     assert pinned == [False] * 4 + [True] * 20
+
+
+class Written(nn.Module):
+    """GPT whose attention is written out, as in minGPT; given a mask of tokens it hides what that hides, too."""
+
+    def __init__(self, layers: int = 2, width: int = 256, heads: int = 4) -> None:
+        super().__init__()
+        self.embed, self.heads = nn.Embedding(1000, width), heads
+        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
+        self.head = nn.Linear(width, 1000)
+        self.register_buffer("bias", torch.tril(torch.ones(256, 256)).view(1, 1, 256, 256))
+
+    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Any:
+        h = self.embed(ids)
+        b, t, c = h.shape
+        for layer in self.qkv:
+            q, k, v = layer(h).split(c, 2)
+            q, k, v = (x.view(b, t, self.heads, c // self.heads).transpose(1, 2) for x in (q, k, v))
+            if attention_mask is None:
+                scores = (q @ k.transpose(-2, -1)) * (1.0 / (c // self.heads) ** 0.5)
+                scores = scores.masked_fill(self.bias[:, :, :t, :t] == 0, float("-inf"))
+                y = F.softmax(scores, dim=-1) @ v
+            else:
+                seen = attention_mask[:, None, None].bool() & (self.bias[:, :, :t, :t] == 1)
+                y = F.scaled_dot_product_attention(q, k, v, seen)
+            h = h + y.transpose(1, 2).reshape(b, t, c)
+        return self.head(h)
+
+
+def written() -> Snapshot:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 1000, (8, 256), device=CUDA)
+    return Snapshot(Written().to(CUDA), (ids,))
+
+
+def kernels(snapshot: Snapshot) -> set[str]:
+    """Returns the names of the kernels of one forward and backward."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        snapshot.module(*snapshot.args, **snapshot.kwargs).float().square().mean().backward()
+        torch.cuda.synchronize()
+    return {event.name for event in seen.events() or ()}
+
+
+def _fused(names: set[str]) -> bool:
+    words = ("flash", "fmha", "cudnn_generated_fort_native_sdpa", "attention")
+    return any(word in name.lower() for name in names for word in words)
+
+
+@pytest.mark.parametrize("low", [True, False])
+def test_written_out_attention_runs_fused_when_compiled(low: bool) -> None:
+    snapshot = written()
+    autocast, fast = Bf16Autocast().apply(scene(snapshot)), CompileModel().apply(scene(snapshot))
+    assert not _fused(kernels(snapshot))
+    if low:
+        autocast.enable()
+    parity = fast.verify(snapshot)
+    print(parity)
+    assert parity.passed, parity.detail
+    assert fast.setting["attention"] == "replaced 2"
+    fast.enable()
+    names = kernels(snapshot)
+    print(sorted(names))
+    assert _fused(names)
+    fast.undo()
+    autocast.undo()
+
+
+def test_written_out_attention_in_tf32_is_left_to_tensor_cores() -> None:
+    snapshot = written()
+    tf32, fast = Tf32Matmul().apply(scene(snapshot)), CompileModel().apply(scene(snapshot))
+    tf32.enable()
+    parity = fast.verify(snapshot)
+    assert parity.passed, parity.detail
+    assert "attention" not in fast.setting
+    fast.undo()
+    tf32.undo()
+
+
+def test_tf32_rounds_and_no_more_and_only_inside() -> None:
+    snapshot = gpt()
+    here = scene(snapshot)
+    assert isinstance(Tf32Matmul().check(here), Eligible)
+    applied = Tf32Matmul().apply(here)
+    parity = applied.verify(snapshot)
+    print(parity)
+    assert parity.passed, parity.detail
+    assert parity.grad_rel is not None
+    assert parity.grad_rel > 1e-5  # it did round
+    applied.enable()
+    snapshot.module(*snapshot.args, **snapshot.kwargs)["loss"].backward()
+    assert torch.backends.cuda.matmul.allow_tf32 is False
+    applied.undo()
+
+
+def test_a_needless_mask_is_left_out_without_waiting() -> None:
+    snapshot = written()
+    mask = torch.ones(8, 256, dtype=torch.int64)
+    snapshot = snapshot._replace(kwargs={"attention_mask": mask.to(CUDA)})
+    applied = NeedlessMask().apply(scene(snapshot))
+    parity = applied.verify(snapshot)
+    print(parity)
+    assert parity.passed, parity.detail
+    applied.enable()
+    model, (ids,) = snapshot.module, snapshot.args
+    there = mask.pin_memory().to(CUDA, non_blocking=True)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = model(ids, attention_mask=there)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out, model(ids))
+    padded = mask.clone()
+    padded[0, 200:] = 0
+    assert not torch.equal(model(ids, attention_mask=padded.to(CUDA)), out)
+    applied.undo()
 
 
 class Inverted(nn.Module):

@@ -50,6 +50,9 @@ OFTEN_FRAC, USUAL_FRAC = 0.5, 0.25
 #: Blocks have what is left of the time limit, and this share of it at the least.
 BLOCKS_FRAC = 0.5
 
+#: What compiles graphs; None: Inductor.
+BACKEND: Callable[..., Any] | None = None
+
 _NOTHING: Any = object()
 
 
@@ -88,8 +91,8 @@ class Compiling(Applied):
             self._blocks_left = False
         self._reason: str | None = None
         self._frames = self._breaks = 0
-        self._backends: list[AttentionBackend] = []
         self._layers = Layers(modules, self.rank)
+        self._backend = AttentionBackend(modules, BACKEND, self.mode)  # one for all: code is shared
         codes: dict[Hashable, types.CodeType] = {}
         self._parts = [Part(module, self, codes) for module in modules]
 
@@ -156,6 +159,9 @@ class Compiling(Applied):
         self.disable()
         if parity is None:
             return _failed(self._whole_reason + (self._reason or "not compared"))
+        attention = self._backend.words()
+        if attention is not None:
+            self.setting["attention"] = attention
         return replace(parity, detail=self._whole_reason + parity.detail)
 
     def _verified(self, snapshot: Snapshot) -> Parity | None:
@@ -179,9 +185,6 @@ class Compiling(Applied):
             self.enable()
             self.rehearse(snapshot)
             self.disable()
-        attention = [words for b in self._backends if (words := b.words()) is not None]
-        if attention:
-            self.setting["attention"] = "; ".join(dict.fromkeys(attention))
         return parity if self.failure() is None else None
 
     def _enable_for_comparison(self, snapshot: Snapshot) -> Callable[[], None]:
@@ -261,24 +264,16 @@ class Compiling(Applied):
 
     # ------------------------------------------------------------------ for parts
 
+    def look_at_masks(self, module: nn.Module) -> None:
+        """Gives compiled code up where a mask that it takes for granted is not what it was."""
+        changed = self._backend.known.changed(module)
+        if changed is not None:
+            self.fail(f"{changed}, a mask that attention was compiled with, was written")
+
     def compiled(self, module: nn.Module, function: types.FunctionType) -> Call:
-        """Returns a frame's compiled call.
-
-        Written-out attention is fused in wholes only: blocks share their code, and each may have a mask of its own.
-        """
-        backend = inductor(self.mode)
-        if self.setting["parts"] == "whole":
-            backend = AttentionBackend(module, backend)
-            self._backends.append(backend)
-        compiled: Call = torch.compile(function, backend=backend)
+        """Returns a frame's compiled call."""
+        compiled: Call = torch.compile(function, backend=self._backend)
         return compiled
-
-    def look_at_masks(self) -> None:
-        """Gives compiled code up where a mask was written that it was compiled with."""
-        for backend in self._backends:
-            changed = backend.known.changed()
-            if changed is not None:
-                self.fail(f"{changed}, a mask that attention was compiled with, was written")
 
     def odd(self, module: nn.Module, call: Call) -> Call:
         """Returns what makes an odd call; `call` is what lies inside this layer."""
@@ -325,7 +320,7 @@ class Part:
         self._calls = 0
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            owner.look_at_masks()
+            owner.look_at_masks(module)
             if owner.given_up():
                 return call(*args, **kwargs)
             if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
@@ -439,11 +434,6 @@ class Part:
         self._frames.clear()
         self._functions.clear()
         self._any_size = None
-
-
-def inductor(mode: str) -> Any:
-    """Returns Inductor in one of its modes, as `torch.compile` itself makes it."""
-    return torch._TorchCompileInductorWrapper(mode, None, None)
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Hashable:

@@ -65,7 +65,9 @@ class _Watched:
 
     def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         result = self._method(tensor, *args, **kwargs)
-        if _users and type(tensor) is torch.Tensor is type(result) and result.dim() == 2:
+        if result is tensor or not _users:
+            return result
+        if type(tensor) is torch.Tensor is type(result) and result.dim() == 2:
             with suppress(
                 Exception
             ):  # a tensor without values or a version: nothing is known of it

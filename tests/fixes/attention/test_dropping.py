@@ -66,7 +66,7 @@ class Kept:
 
 def compared(model: nn.Module, *inputs: Any) -> tuple[Kept, AttentionBackend]:
     kept = Kept()
-    backend = AttentionBackend(model, kept)
+    backend = AttentionBackend([model], kept)
     compiled = torch.compile(model, backend=backend)
     results = []
     for call in (model, compiled):
@@ -173,7 +173,7 @@ class TestTransformers:
         if packed:
             inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2)
         kept = Kept()
-        compiled = torch.compile(model, backend=AttentionBackend(model, kept))
+        compiled = torch.compile(model, backend=AttentionBackend([model], kept))
         torch.testing.assert_close(compiled(**inputs).loss, model(**inputs).loss)
         nodes = [
             node

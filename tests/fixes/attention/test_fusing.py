@@ -145,7 +145,7 @@ def attention(form: Any, dropout: float = 0.0) -> Attention:
 def compared(model: nn.Module, *inputs: Any) -> Looked:
     """Returns what was compiled, having compared outputs and gradients with eager ones, in float64."""
     looked = Looked()
-    compiled = torch.compile(model, backend=AttentionBackend(model, looked))
+    compiled = torch.compile(model, backend=AttentionBackend([model], looked))
     results = []
     for call in (model, compiled):
         model.zero_grad()
@@ -180,7 +180,7 @@ def test_nothing_of_the_scores_is_left(form: Any) -> None:
 def test_dropout_is_passed_on_while_training(training: bool) -> None:
     model = attention(min_gpt, dropout=0.3).train(training)
     looked = Looked()
-    torch.compile(model, backend=AttentionBackend(model, looked))(x())
+    torch.compile(model, backend=AttentionBackend([model], looked))(x())
     assert looked.fused()[0]["dropout_p"] == (0.3 if training else 0.0)
 
 
@@ -188,7 +188,7 @@ def test_dropout_is_passed_on_while_training(training: bool) -> None:
 def test_under_autocast_the_dtypes_stay(form: Any) -> None:
     model = attention(form).float()
     looked = Looked()
-    compiled = torch.compile(model, backend=AttentionBackend(model, looked))
+    compiled = torch.compile(model, backend=AttentionBackend([model], looked))
     inputs = x().float()
     with torch.autocast("cpu", torch.bfloat16):
         eager, fused = model(inputs), compiled(inputs)
@@ -200,7 +200,7 @@ def test_under_autocast_the_dtypes_stay(form: Any) -> None:
 def test_lengths_that_change_keep_the_flag() -> None:
     model = attention(min_gpt)
     looked = Looked()
-    compiled = torch.compile(model, backend=AttentionBackend(model, looked))
+    compiled = torch.compile(model, backend=AttentionBackend([model], looked))
     for length in (6, 4, 7):
         torch.testing.assert_close(compiled(x(length)), model(x(length)))
     # compiled for the first length, and once more for any
@@ -228,7 +228,7 @@ def test_a_mask_that_is_an_input_is_passed_on(kind: str) -> None:
     if kind == "lowest":
         model = model.float()
         looked = Looked()
-        compiled = torch.compile(model, backend=AttentionBackend(model, looked))
+        compiled = torch.compile(model, backend=AttentionBackend([model], looked))
         torch.testing.assert_close(compiled(x().float(), mask), model(x().float(), mask))
     else:
         looked = compared(model, x(), mask)
@@ -279,7 +279,7 @@ def test_no_flag_for_a_mask_that_is_not_causal(form: Any) -> None:
 def test_no_flag_for_a_random_mask() -> None:
     model = attention(random_mask)
     looked = Looked()
-    torch.compile(model, backend=AttentionBackend(model, looked))(x())
+    torch.compile(model, backend=AttentionBackend([model], looked))(x())
     assert all(f["is_causal"] is False and f["attn_mask"] for f in looked.fused())
 
 
@@ -368,7 +368,7 @@ def test_attention_that_is_computed_again(form: Any) -> None:
 def test_no_flag_where_the_outer_graph_writes_the_mask() -> None:
     looked = Looked()
     model = Checkpointed(attention(min_gpt), write=True)
-    torch.compile(model, backend=AttentionBackend(model, looked))(x())
+    torch.compile(model, backend=AttentionBackend([model], looked))(x())
     inner = [g for graph in looked.graphs for g in graph.children()]
     nodes = [n for g in inner for n in g.graph.nodes if n.target is F.scaled_dot_product_attention]
     assert [n.kwargs["is_causal"] for n in nodes] == [False]
@@ -426,21 +426,21 @@ def test_whatever_is_done_to_scores_results_are_the_same(form: Any) -> None:
 
 def test_a_mask_that_is_written_after_compiling_is_noticed() -> None:
     model = attention(min_gpt)
-    backend = AttentionBackend(model, Looked())
+    backend = AttentionBackend([model], Looked())
     torch.compile(model, backend=backend)(x())
-    assert backend.known.changed() is None
+    assert backend.known.changed(model) is None
     model.bias.copy_(model.bias.clone())  # the same values
-    assert backend.known.changed() is None
+    assert backend.known.changed(model) is None
     model.bias[0, 0, 0, 1] = 1.0
-    assert backend.known.changed() == "bias"
+    assert backend.known.changed(model) == "bias"
 
 
 def test_a_mask_that_is_replaced_is_noticed() -> None:
     model = attention(min_gpt)
-    backend = AttentionBackend(model, Looked())
+    backend = AttentionBackend([model], Looked())
     torch.compile(model, backend=backend)(x())
     model.bias = torch.ones_like(model.bias)
-    assert backend.known.changed() == "bias"
+    assert backend.known.changed(model) == "bias"
 
 
 def test_ranks_look_at_a_mask_that_is_always_written_only_now_and_then(
@@ -448,13 +448,13 @@ def test_ranks_look_at_a_mask_that_is_always_written_only_now_and_then(
 ) -> None:
     monkeypatch.setattr(known_masks, "_has_ranks", lambda: True)
     model = attention(min_gpt)
-    backend = AttentionBackend(model, Looked())
+    backend = AttentionBackend([model], Looked())
     torch.compile(model, backend=backend)(x())
     for _ in range(known_masks.MOST_REWRITTEN):
         model.bias.mul_(1)
-        assert backend.known.changed() is None
+        assert backend.known.changed(model) is None
     noticed = []
     for _ in range(known_masks.SELDOM):
         model.bias.fill_(1.0)
-        noticed.append(backend.known.changed())
+        noticed.append(backend.known.changed(model))
     assert noticed.count("bias") == 1

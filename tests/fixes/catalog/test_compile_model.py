@@ -44,7 +44,7 @@ def _fresh() -> Iterator[None]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo and AOTAutograd as ever, without code generation."""
-    monkeypatch.setattr(compiling, "inductor", lambda mode: lookup_backend("aot_eager"))
+    monkeypatch.setattr(compiling, "BACKEND", lookup_backend("aot_eager"))
 
 
 class Net(nn.Module):
@@ -180,7 +180,7 @@ class TestTimeLimit:
                 with contextlib.suppress(Exception):  # as compilers do
                     time.sleep(0.05)
 
-        monkeypatch.setattr(compiling, "inductor", lambda mode: endless)
+        monkeypatch.setattr(compiling, "BACKEND", endless)
         model = net()
         weights = copy.deepcopy(model.state_dict())
         applied = compile_model._Applied([model], deadline_s=0.5)
@@ -206,7 +206,7 @@ class TestTimeLimit:
             while True:
                 time.sleep(0.05)
 
-        monkeypatch.setattr(compiling, "inductor", lambda mode: endless)
+        monkeypatch.setattr(compiling, "BACKEND", endless)
         model = net()
         applied = compile_model._Applied([model], deadline_s=0.5)
         wanted = model(x())
@@ -221,7 +221,7 @@ class TestTimeLimit:
         def broken(graph: Any, inputs: Any) -> Any:
             raise ValueError("no such kernel")
 
-        monkeypatch.setattr(compiling, "inductor", lambda mode: broken)
+        monkeypatch.setattr(compiling, "BACKEND", broken)
         model = net()
         applied = CompileModel().apply(scene(model))
         parity = applied.verify(Snapshot(model, (x(),)))
@@ -282,7 +282,7 @@ class TestEffect:
         def wrong(graph: Any, inputs: Any) -> Any:
             return lambda *args: tuple(o * 1.01 for o in graph(*args))
 
-        monkeypatch.setattr(compiling, "inductor", lambda mode: wrong)
+        monkeypatch.setattr(compiling, "BACKEND", wrong)
         model = net()
         assert not CompileModel().apply(scene(model)).verify(Snapshot(model, (x(),))).passed
 
@@ -320,7 +320,7 @@ class TestAttention:
     def test_is_fused_and_the_numbers_hold(
         self, checkpointed: bool, autocast: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(compiling, "inductor", lambda mode: lookup_backend("aot_eager"))
+        monkeypatch.setattr(compiling, "BACKEND", lookup_backend("aot_eager"))
         model = net(Written, checkpointed=checkpointed)
         low = Bf16Autocast().apply(scene(model))
         if autocast:
@@ -331,6 +331,37 @@ class TestAttention:
         assert applied.setting["attention"] == "replaced 1"
         applied.undo()
         low.undo()
+
+    @pytest.mark.usefixtures("quick")
+    @pytest.mark.parametrize("alike", [True, False])
+    def test_blocks_share_code_where_their_masks_are_equal(self, alike: bool) -> None:
+        class Block(Written):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x + self.attend(x)
+
+        class Stack(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                for block in self.blocks:
+                    x = block(x)
+                return x
+
+        model = net(Stack)
+        if not alike:
+            model.blocks[2].bias[0, 1] = 1.0
+        applied = CompileModel().apply(scene(model), {"parts": "blocks"})
+        parity = applied.verify(Snapshot(model, (self.inputs(),)))
+        assert parity.passed, parity.detail
+        assert applied.setting["parts"] == "blocks"
+        assert applied.setting["attention"] == "replaced 1"
+        model.blocks[1].bias.zero_()
+        applied.enable()
+        model(self.inputs())
+        assert ("bias" in (applied.failure() or "")) is alike
+        applied.undo()
 
     def test_by_inductor_without_a_change_of_its_settings(self) -> None:
         from torch._inductor import config

@@ -236,9 +236,9 @@ class TestEffect:
     def test_compiled_calls_lose_their_mask_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from torch._dynamo import lookup_backend
 
-        from flopwise.fixes.catalog import compile_model
+        from flopwise.fixes import compiling
 
-        monkeypatch.setattr(compile_model, "BACKEND", lookup_backend("aot_eager"))
+        monkeypatch.setattr(compiling, "BACKEND", lookup_backend("aot_eager"))
         model = made()
         masks, compiled = NeedlessMask().apply(scene(model)), CompileModel().apply(scene(model))
         snapshot = Snapshot(model, (ids(),), {"attention_mask": full(), "labels": ids() % 3})

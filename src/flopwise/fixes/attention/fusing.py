@@ -41,19 +41,24 @@ class AttentionBackend:
     """Compiles with Inductor what is left of a graph once its written-out attention is fused.
 
     Args:
-        module: the one that is compiled; its buffers are what masks are read from.
-        compile_graph: compiles a graph given its inputs; Inductor with its default options if not given.
+        modules: those that are compiled; their buffers are what masks are read from.
+        compile_graph: compiles a graph given its inputs; Inductor if not given.
+        mode: of Inductor, as torch.compile names it.
     """
 
     compiler_name = "inductor"
 
     def __init__(
-        self, module: nn.Module, compile_graph: Callable[[fx.GraphModule, Any], Any] | None = None
+        self,
+        modules: Sequence[nn.Module],
+        compile_graph: Callable[[fx.GraphModule, Any], Any] | None = None,
+        mode: str = "default",
     ) -> None:
-        self.known = KnownTensors(module)
+        self.known = KnownTensors(modules)
+        self.mode = mode
         self.replaced: list[int] = []  # attentions that were written out, in each graph
         self.unmasked: list[int] = []  # attentions that were fused already and lost a mask
-        self._compile = compile_graph or _inductor()
+        self._compile = compile_graph or _inductor(mode)
 
     def __call__(self, graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         """Returns the compiled graph."""
@@ -88,8 +93,8 @@ def _rewrite(graph: fx.GraphModule, values: Values) -> tuple[int, int]:
     return replaced + fuse_attention(graph, values), unmasked + drop_masks(graph, values)
 
 
-def _inductor() -> Callable[..., Any]:
-    wrapper: Callable[..., Any] = torch._TorchCompileInductorWrapper("default", None, None)
+def _inductor(mode: str) -> Callable[..., Any]:
+    wrapper: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode, None, None)
     return wrapper
 
 

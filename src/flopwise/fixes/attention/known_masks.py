@@ -97,47 +97,75 @@ class _Known:
 
 
 class KnownTensors:
-    """The buffers of a module, and plain tensors that are attributes of its parts; and which of them were read."""
+    """Buffers, and plain tensors that are attributes of parts, of modules that are compiled; and which of them were read.
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        self._read: dict[int, _Known] = {}
+    Modules of one class may share compiled code: a tensor may be read where all of them have an equal one in its place.
+    """
 
-    def place(self, tensor: Any) -> tuple[nn.Module, str] | None:
-        """Returns where the module has this very tensor, None where it does not or where gradients would change it."""
-        module = self._module()
-        if module is None or not isinstance(tensor, torch.Tensor) or tensor.requires_grad:
-            return None
-        if tensor.is_inference() or type(tensor) not in (torch.Tensor, nn.Buffer):
-            return None
-        return next(((m, name) for m, name, t in _tensors_of(module) if t is tensor), None)
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+        self._read: dict[int, list[_Known]] = {}  # by module
 
     def read(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's values may be used; they are looked at from here on."""
-        known = self._read.get(id(tensor))
-        if known is not None and known.tensor() is tensor:
-            return True
-        place = self.place(tensor)
+        place = self._place(tensor)
         if place is None:
             return False
+        module, part, name = place
+        if any(k.tensor() is tensor for k in self._read.get(id(module), ())):
+            return True
         copy = tensor.detach().to("cpu", copy=True)
-        known = _Known(weakref.ref(place[0]), place[1], weakref.ref(tensor), tensor._version, copy)
-        self._read[id(tensor)] = known
+        found = {}
+        for reference in self._modules:
+            other = reference()
+            if type(other) is not type(module) or other is None:
+                continue
+            owner, twin = _tensor_at(other, part, name)
+            if owner is None or not _is_plain(twin) or not _equal(twin, copy):
+                return False
+            known = _Known(weakref.ref(owner), name, weakref.ref(twin), twin._version, copy)
+            found[id(other)] = known
+        for key, known in found.items():
+            self._read.setdefault(key, []).append(known)
         return True
 
-    def changed(self) -> str | None:
-        """Returns which tensor that was read is not what it was, None where all are."""
-        for known in self._read.values():
+    def changed(self, module: nn.Module) -> str | None:
+        """Returns which tensor of a module that was read is not what it was, None where all are."""
+        for known in self._read.get(id(module), ()):
             if not known.holds():
                 return known.name
         return None
 
+    def _place(self, tensor: Any) -> tuple[nn.Module, str, str] | None:
+        """Returns module, part and attribute that are this very tensor; None where it is none, or would change."""
+        if not _is_plain(tensor):
+            return None
+        for module in filter(None, (reference() for reference in self._modules)):
+            for part, owner in module.named_modules():
+                for name, value in (*owner._buffers.items(), *vars(owner).items()):
+                    if value is tensor:
+                        return module, part, name
+        return None
 
-def _tensors_of(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    for part in module.modules():
-        for name, value in (*part._buffers.items(), *vars(part).items()):
-            if isinstance(value, torch.Tensor):
-                yield part, name, value
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether this is a tensor whose values only somebody's writing would change."""
+    if type(tensor) not in (torch.Tensor, nn.Buffer) or tensor.requires_grad:
+        return False
+    return not tensor.is_inference()
+
+
+def _tensor_at(module: nn.Module, part: str, name: str) -> tuple[nn.Module | None, Any]:
+    try:
+        owner = module.get_submodule(part)
+    except AttributeError:
+        return None, None
+    return owner, owner._buffers.get(name, vars(owner).get(name))
+
+
+def _equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    here = tensor.detach().cpu()
+    return here.dtype == copy.dtype and torch.equal(here, copy)
 
 
 def _has_ranks() -> bool:

@@ -28,15 +28,15 @@ class CompileModel(Fix):
     Compiles the call of the root module (inside DistributedDataParallel: of the module in it) with the default mode
     and puts it in the module's own slot for that, so that type, state dict, copies and pickles stay as they are.
     Containers of library layers, which `Module.compile` silently leaves uncompiled, are compiled too; that frames
-    were really compiled is checked. Attention that is written out (products and a softmax) becomes the fused operator
-    in the compiled code. Masks that come from buffers and constants are looked at before anything is compiled: for one
-    that hides every later place and no other the causal flag stands, and one that hides nothing is left out; also of
-    attention that is fused already. Where the whole does not compile in time, or breaks into pieces, its repeated
+    were really compiled is checked. Where the whole does not compile in time, or breaks into pieces, its repeated
     blocks are compiled instead; inside DistributedDataParallel they are tried first, so that gradients can be sent
     while others are computed. Only while gradients are recorded. A call whose shapes were not seen
     before (an odd last batch) runs eagerly, and compiles nothing; where such calls are no exception they get code of
     their own. The compiler has as many worker processes as this rank has cores, and during a tune it keeps its
     results in the tune's folder, for the processes that come after; both only where the user has set nothing.
+    Attention that is written out (products and a softmax) becomes the fused operator in the compiled code. Masks that
+    come from buffers and constants are looked at before anything is compiled: for one that hides every later place and
+    no other the causal flag stands, and one that hides nothing is left out; also of attention that is fused already.
 
     Why it helps:
     Chains of small operations become one kernel: less memory traffic, fewer launches, less Python. Fused attention
@@ -47,8 +47,9 @@ class CompileModel(Fix):
     call cannot be wrapped; no time limit can be set (not in the main thread, or the script uses the alarm signal);
     forward and backward are too small a share of the step; too few steps are left to pay a compilation back. It is
     taken back when compiling takes longer than 120 s (240 s where the time for trials has room), when nothing was
-    compiled, after more than 8 graph breaks or more than 8 further compilations, when compiled code raises, and when a
-    mask that attention was compiled with is written. The trial also states after how many steps the compilation is paid back.
+    compiled, after more than 8 graph breaks or more than 8 further compilations, when compiled code raises,
+    and when a mask that attention was compiled with is written. The
+    trial also states after how many steps the compilation is paid back.
 
     What can change:
     Fused kernels round less often and sum in another order: results differ by rounding, held against a float64
@@ -58,8 +59,8 @@ class CompileModel(Fix):
 
     code = "FW105"
     name = "compile-model"
-    causes = ("launch-bound", "memory-bound")
-    findings = ("L107", "L103", "L112")
+    causes = ("launch-bound", "memory-bound", "unfused-attention")
+    findings = ("L107", "L103", "L112", "L108", "L109")
     numerics = "reordered"
     late = True
 
