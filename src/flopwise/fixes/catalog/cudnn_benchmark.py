@@ -108,6 +108,8 @@ def _problem(scene: Scene) -> str | None:
 
 
 class _Applied(Applied):
+    unit_roundoff = FLOAT32
+
     def __init__(self, roots: list[nn.Module], *, watch: bool) -> None:
         self.setting = {"benchmark": "True"}
         self._layers = Layers(roots, RANK)

@@ -131,6 +131,8 @@ def _heads(root: nn.Module) -> dict[nn.Linear, float]:
 
 
 class _Applied(Applied):
+    unit_roundoff = FLOAT32
+
     def __init__(self, module: nn.Module, setting: Mapping[str, str] | None) -> None:
         self.setting = dict(setting or {})
         self._module = module

@@ -75,6 +75,8 @@ class NeedlessMask(Fix):
 
 
 class _Applied(Applied):
+    unit_roundoff = FLOAT32
+
     def __init__(self, modules: list[nn.Module]) -> None:
         self.setting = {"argument": NAME}
         self._layers = Layers(modules, MASKS)

@@ -139,6 +139,8 @@ def arrow(layer: nn.Linear, target: tuple[int, int]) -> str:
 
 
 class _Applied(Applied):
+    unit_roundoff = FLOAT32
+
     def __init__(
         self,
         roots: list[nn.Module],

@@ -81,6 +81,8 @@ class RecomputeOff(Fix):
 
 
 class _Applied(Applied):
+    unit_roundoff = FLOAT32
+
     def __init__(self, roots: list[nn.Module], device: torch.device, planned: bool) -> None:
         self.setting = {"checkpointing": "off"}
         self._roots, self._device = roots, device

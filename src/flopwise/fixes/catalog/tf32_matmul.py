@@ -49,7 +49,6 @@ class Tf32Matmul(Fix):
     code = "FW106"
     name = "tf32-matmul"
     causes = ("fp32-compute",)
-    findings = ("L104",)
     numerics = "reordered"
 
     def check(self, scene: Scene) -> Eligible | Declined:
@@ -63,7 +62,7 @@ class Tf32Matmul(Fix):
             or _device_problem(scene.device)
             or _switch_problem(scene)
         )
-        if reason is None and scene.findings and not set(self.findings) & set(scene.findings):
+        if reason is None and scene.findings and "L104" not in scene.findings:
             reason = "no time is lost to products in float32"
         return Declined(reason) if reason else Eligible()
 
@@ -73,6 +72,8 @@ class Tf32Matmul(Fix):
 
 
 class _Applied(Applied):
+    unit_roundoff = yardstick.TF32
+
     def __init__(self, modules: list[nn.Module]) -> None:
         self.setting = {"precision": "tf32"}
         self._layers = Layers(modules, TF32, yardstick.TF32)
