@@ -27,7 +27,8 @@ from flopwise.fixes.slot import COMPILED, Layers
 from flopwise.meter.replay import Snapshot
 
 VOCABULARY = 53
-SEND, SEND_CUDA = (torch.Tensor.__dict__.get(n) for n in ("to", "cuda"))
+SENDING = ("to", "cuda", "copy_")
+ORIGINALS = {name: torch.Tensor.__dict__.get(name) for name in SENDING}
 
 
 class Interface:
@@ -182,8 +183,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, "transformers.modeling_utils", part)
     yield
     assert Interface._global_mapping == {"sdpa": sdpa}
-    assert torch.Tensor.__dict__.get("to") is SEND
-    assert torch.Tensor.__dict__.get("cuda") is SEND_CUDA
+    assert {name: torch.Tensor.__dict__.get(name) for name in SENDING} == ORIGINALS
 
 
 def scene(*roots: nn.Module, **more: Any) -> Scene:

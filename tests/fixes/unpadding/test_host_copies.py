@@ -10,7 +10,7 @@ import torch
 
 from flopwise.fixes.unpadding.host_copies import HostCopies
 
-ORIGINALS = {name: torch.Tensor.__dict__.get(name) for name in ("to", "cuda")}
+ORIGINALS = {name: torch.Tensor.__dict__.get(name) for name in ("to", "cuda", "copy_")}
 
 
 def mask() -> torch.Tensor:
@@ -45,6 +45,20 @@ class TestOf:
         sent = mask().to("meta")
         sent[0, 0] = 0
         assert copies.of(sent) is None
+        copies.unwatch()
+
+    def test_a_buffer_that_is_filled_again_and_again(self) -> None:
+        copies = HostCopies()
+        copies.watch()
+        buffer = torch.empty(2, 3, dtype=torch.int64, device="meta")
+        first = buffer.detach()
+        first.copy_(mask(), non_blocking=True)
+        assert known(first, copies) == mask().tolist()
+        second = buffer.detach()
+        second.copy_(1 - mask())
+        assert known(second, copies) == (1 - mask()).tolist()
+        assert copies.of(first) is None  # the same memory, written since
+        assert copies.of(buffer.copy_(torch.ones(2, 1, dtype=torch.int64))) is None
         copies.unwatch()
 
     def test_what_is_computed_from_a_copy_is_not_known(self) -> None:
@@ -90,7 +104,7 @@ class TestUnwatch:
         assert torch.Tensor.__dict__.get("to") is not ORIGINALS["to"]
         copies.unwatch()
         copies.unwatch()
-        assert {n: torch.Tensor.__dict__.get(n) for n in ("to", "cuda")} == ORIGINALS
+        assert {n: torch.Tensor.__dict__.get(n) for n in ORIGINALS} == ORIGINALS
 
     def test_what_was_sent_before_is_forgotten(self) -> None:
         copies = HostCopies()

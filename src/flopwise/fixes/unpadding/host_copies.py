@@ -1,7 +1,7 @@
 """What small integer tensors held before they were sent to the device: known on the host without waiting for the device.
 
-`Tensor.to` and `Tensor.cuda` are replaced while it is watched, and every copy made by them remembers its source's values.
-A copy that has been written since (its version counter tells) is not known any more.
+`Tensor.to`, `Tensor.cuda` and `Tensor.copy_` are replaced while it is watched, and of every tensor that they send the
+values are kept. One that has been written since (its version counter tells) is not known any more.
 """
 
 from __future__ import annotations
@@ -36,8 +36,13 @@ class HostCopies:
         if self._patches is not None:
             return
         self._patches = Patches()
-        for name in ("to", "cuda"):
-            replacement = self._remembering(getattr(torch.Tensor, name), self._patches)
+        for name in ("to", "cuda", "copy_"):
+            original = getattr(torch.Tensor, name)
+            replacement = (self._filling if name == "copy_" else self._sending)(
+                original, self._patches
+            )
+            replacement.__name__, replacement.__doc__ = name, original.__doc__
+            never_compiled(replacement, nor_what_it_calls=False)
             self._patches.replace(torch.Tensor, name, replacement, f"torch.Tensor.{name}")
 
     def unwatch(self) -> None:
@@ -57,26 +62,35 @@ class HostCopies:
         values: torch.Tensor = known.values
         return values
 
-    def _remembering(self, original: Any, patches: Patches) -> Any:
+    # Patched over by somebody, a replacement that is no longer in use stays, and does nothing.
+
+    def _sending(self, original: Any, patches: Patches) -> Any:
         def send(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             sent = original(tensor, *args, **kwargs)
-            if (
-                sent is not tensor
-                and self._patches
-                is patches  # else somebody has patched over what is no longer in use
-                and type(sent) is torch.Tensor
-                and sent.dtype in _KINDS
-                and sent.dim() == 2
-                and tensor.device.type == "cpu"
-                and sent.device.type != "cpu"
-            ):
+            if sent is not tensor and self._patches is patches:
                 self._remember(tensor, sent)
             return sent
 
-        send.__name__, send.__doc__ = original.__name__, original.__doc__
-        return never_compiled(send, nor_what_it_calls=False)
+        return send
 
-    def _remember(self, source: torch.Tensor, sent: torch.Tensor) -> None:
-        if source.dtype != sent.dtype or sent.numel() > MOST_ELEMENTS or sent.is_inference():
-            return
-        self._known[sent] = _Known(source.detach().clone(), sent._version)
+    def _filling(self, original: Any, patches: Patches) -> Any:
+        def fill(tensor: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+            filled = original(tensor, source, *args, **kwargs)
+            if self._patches is patches and isinstance(source, torch.Tensor):
+                self._remember(source, filled)
+            return filled
+
+        return fill
+
+    def _remember(self, source: torch.Tensor, sent: Any) -> None:
+        if (
+            type(sent) is torch.Tensor
+            and sent.dtype in _KINDS
+            and sent.dim() == 2
+            and source.device.type == "cpu"
+            and sent.device.type != "cpu"
+            and (source.dtype, source.shape) == (sent.dtype, sent.shape)
+            and sent.numel() <= MOST_ELEMENTS
+            and not sent.is_inference()
+        ):
+            self._known[sent] = _Known(source.detach().clone(), sent._version)
