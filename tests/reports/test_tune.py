@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from flopwise.records.verdict import TimeUse
+from flopwise.records.verdict import BreakEven, Predicted, TimeUse, Write
 from flopwise.reports.terminal import render_tune
 
 
@@ -131,3 +131,43 @@ def test_a_proof_that_came_to_no_end_is_told_from_one_that_was_not_begun(sample)
 
 def test_nothing_tried_is_said(sample):
     assert "  no fix was tried" in lines(dataclasses.replace(sample("tune"), trials=[]))
+
+
+def test_predictions_break_even_and_writes_have_a_line_each(sample):
+    record = dataclasses.replace(
+        sample("tune"),
+        predicted=Predicted(3, 0.12, 1, 1),
+        break_even=BreakEven(42.0, 0.1, 420.0, 9000),
+        writes=[
+            Write("/home/me/data.bin", "changed in spite of it", 3),
+            Write("/home/me/ckpt/1.pt", "written", 3, 7),
+            Write("/home/me/ckpt/0.pt", "removed", 0, 7),
+        ],
+        more_writes=10,
+        sessions=2,
+    )
+    text = "\n".join(lines(record))
+    assert (
+        "predicted   predicted against measured: median error 12 % of 3 measured gains · 1 predicted above the interval"
+        in text
+    )
+    assert "break-even  the warm-up of 42 s a run has paid after 420 steps · 9,000 remain" in text
+    assert "changed although the script ran apart: /home/me/data.bin" in text
+    assert (
+        "the script wrote or removed 12 files in copies of its own; yours are as they were" in text
+    )
+
+
+def test_a_predicted_ratio_stands_beside_the_measured_one(sample):
+    record = sample("tune")
+    assert "predicted" not in "\n".join(lines(record))
+    trials = [dataclasses.replace(record.trials[0], predicted_ratio=0.75), *record.trials[1:]]
+    text = lines(dataclasses.replace(record, trials=trials))
+    head = next(line for line in text if "numerics" in line)
+    assert head.index("predicted") > head.index("t_new")
+    assert any("0.7500" in line and record.trials[0].name in line for line in text)
+
+
+def test_a_tune_that_can_go_on_says_how(sample):
+    record = dataclasses.replace(sample("tune_nothing"), resume="runs/t 1")
+    assert "  go on       flopwise tune --resume 'runs/t 1' --budget TIME" in lines(record)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flopwise.records.preview import Preview, Prospect
+from flopwise.reports import figures
 from flopwise.reports.run import command_line
 from flopwise.reports.screen import Column, Piece, Screen
 from flopwise.reports.tune import side
@@ -45,6 +46,6 @@ def _row(fix: Prospect) -> list[Piece]:
     return [
         f"{fix.code} {fix.name}",
         (fix.outcome, _STYLES.get(fix.outcome, "")),
-        "-" if fix.predicted_ratio is None else f"{fix.predicted_ratio:.3f}",
+        "-" if fix.predicted_ratio is None else figures.ratio(fix.predicted_ratio),
         "; ".join(word for word in words if word),
     ]
