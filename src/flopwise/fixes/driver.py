@@ -51,6 +51,7 @@ class Driver:
             seed=int(options.get("seed", 0)),
             control=_control(options.get("aa")),  # of an earlier process of the same tune
         )
+        self._steps_remaining: int | None = options.get("steps_remaining")
         self._processes = int(options.get("processes", 0))  # of the proof with what is kept
         self._findings: dict[str, float | None] = dict(options.get("findings") or {})
         self._trials: list[Trial] = []
@@ -178,6 +179,7 @@ class Driver:
             facts=self._facts,
             findings=self._findings,
             time_left_s=max(0.0, self._races.deadline - self._races.clock()),
+            steps_left=self._steps_remaining,
         )
         answer = self._obstacle(fix, rows, others) or fix.check(scene)
         if not isinstance(answer, Declined) and snapshot is None:
@@ -288,6 +290,10 @@ class Driver:
             yield
             if self._races.ranks.all(candidate.applied.ready()):
                 break
+        failure = self._first(candidate.applied.failure())
+        if failure is not None:
+            self._add_of(candidate, Result("declined", failure))
+            return False
         candidate.parity = self._unmeasured(candidate.applied.verify, snapshot)
         yield  # the step after a parity check is not a steady one
         reason = self._first(None if candidate.parity.passed else candidate.parity.detail)
