@@ -65,46 +65,46 @@ class _Watched:
 
     def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         result = self._method(tensor, *args, **kwargs)
-        if result is tensor or not _users:
+        if result is tensor or not _watchers:
             return result
         if type(tensor) is torch.Tensor is type(result) and result.dim() == 2:
-            with suppress(
-                Exception
-            ):  # a tensor without values or a version: nothing is known of it
-                moved(tensor, result)
+            for see in tuple(_watchers.values()):
+                with suppress(
+                    Exception
+                ):  # a tensor without values or a version: nothing is known of it
+                    see(tensor, result)
         return result
 
 
+Seeing = Callable[[torch.Tensor, torch.Tensor], None]
+
 _METHODS = ("to", "cuda")
-_users = 0
+_watchers: dict[object, Seeing] = {}
 _before: dict[str, Any] = {}  # what others had put there
 
 
-def watch_moves() -> Callable[[], None]:
-    """Begins to watch copies to a device; returns what ends it. Watched by several, it ends with the last."""
-    global _users
-    _users += 1
-    if _users == 1:
+def watch_moves(see: Seeing = moved) -> Callable[[], None]:
+    """Begins to watch copies to a device; returns what ends it. Watched by several, it ends with the last.
+
+    Args:
+        see: is called with every two-dimensional tensor that was moved or cast, and with what came of it.
+    """
+    if not _watchers:
         for name in _METHODS:
             if name in vars(torch.Tensor):
                 _before[name] = vars(torch.Tensor)[name]
             setattr(torch.Tensor, name, _Watched(getattr(torch.Tensor, name)))
-    ended = False
+    mine = object()
+    _watchers[mine] = see
 
     def end() -> None:
-        nonlocal ended
-        if not ended:
-            ended = True
+        if _watchers.pop(mine, None) is not None and not _watchers:
             _end()
 
     return end
 
 
 def _end() -> None:
-    global _users
-    _users -= 1
-    if _users:
-        return
     for name in _METHODS:
         if not isinstance(vars(torch.Tensor).get(name), _Watched):
             continue  # somebody has put another there since, which may call ours: it passes everything on

@@ -21,13 +21,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
+from flopwise.fixes.catalog.labelled_logits import LabelledLogits
+from flopwise.fixes.catalog.needless_mask import NeedlessMask
 from flopwise.fixes.catalog.unpadded_batches import UnpaddedBatches
 from flopwise.fixes.interface import Applied, Declined, Eligible, Facts, Scene
 from flopwise.fixes.slot import COMPILED, Layers
 from flopwise.meter.replay import Snapshot
 
 VOCABULARY = 53
-SENDING = ("to", "cuda", "copy_")
+SENDING = ("to", "cuda")
 ORIGINALS = {name: torch.Tensor.__dict__.get(name) for name in SENDING}
 
 
@@ -611,6 +613,49 @@ class TestWithOthers:
             applied.undo()
         assert "_compiled_call_impl" not in vars(model)
         assert torch.equal(model(**batch()).loss, expected.loss)
+
+    def test_logits_at_labelled_places_are_those_of_the_row(self) -> None:
+        model = TinyForMaskedLM()
+        model.head = nn.Linear(16, 1200)
+        expected = model(**batch())
+        ours, fewer = applied_to(model), LabelledLogits().apply(scene(model))
+        made: Any = fewer._made  # type: ignore[attr-defined]
+        rows: list[Any] = []
+        for _ in range(6):
+            model(**batch())  # it watches whether logits are read
+        assert fewer.verify(Snapshot(model, (), batch())).passed
+        fewer._made = lambda *given: rows.append(given[2].shape) or made(*given)  # type: ignore[attr-defined]
+        assert ours.verify(Snapshot(model, (), batch())).passed
+        for applied in (fewer, ours):
+            applied.enable()
+        model.widths.clear()
+        found = model(**batch())
+        found.loss.backward()
+        assert model.widths == [(1, 64)]
+        assert rows == [(64, 16)]  # the loss was made outside, of the row
+        torch.testing.assert_close(found.loss, expected.loss)
+        assert fewer.failure() is None
+        assert ours.failure() is None
+        held = batch()["attention_mask"].bool()
+        torch.testing.assert_close(found.logits[held], expected.logits[held])
+        fewer._made = made  # type: ignore[attr-defined]
+        for applied in (ours, fewer):
+            applied.undo()
+        assert "_compiled_call_impl" not in vars(model)
+
+    def test_full_batches_go_without_their_mask_and_padded_ones_without_their_padding(self) -> None:
+        model = TinyForMaskedLM()
+        expected = [model(**batch(lengths)).loss for lengths in (LENGTHS, (64,) * 4)]
+        fixes = [applied_to(model), NeedlessMask().apply(scene(model))]
+        for applied in fixes:
+            applied.enable()
+        model.widths.clear()
+        for lengths, loss in zip((LENGTHS, (64,) * 4), expected, strict=True):
+            torch.testing.assert_close(model(**batch(lengths)).loss, loss)
+        assert model.widths == [(1, 64), (4, 64)]
+        assert [applied.failure() for applied in fixes] == [None, None]
+        for applied in fixes:
+            applied.undo()
 
     def test_what_others_leave_of_the_mask_is_not_looked_at(self) -> None:
         """A fix inside that takes masks out when they hide nothing gets none from a packed call."""

@@ -10,7 +10,7 @@ import torch
 
 from flopwise.fixes.unpadding.host_copies import HostCopies
 
-ORIGINALS = {name: torch.Tensor.__dict__.get(name) for name in ("to", "cuda", "copy_")}
+ORIGINALS = {name: torch.Tensor.__dict__.get(name) for name in ("to", "cuda")}
 
 
 def mask() -> torch.Tensor:
@@ -45,20 +45,6 @@ class TestOf:
         sent = mask().to("meta")
         sent[0, 0] = 0
         assert copies.of(sent) is None
-        copies.unwatch()
-
-    def test_a_buffer_that_is_filled_again_and_again(self) -> None:
-        copies = HostCopies()
-        copies.watch()
-        buffer = torch.empty(2, 3, dtype=torch.int64, device="meta")
-        first = buffer.detach()
-        first.copy_(mask(), non_blocking=True)
-        assert known(first, copies) == mask().tolist()
-        second = buffer.detach()
-        second.copy_(1 - mask())
-        assert known(second, copies) == (1 - mask()).tolist()
-        assert copies.of(first) is None  # the same memory, written since
-        assert copies.of(buffer.copy_(torch.ones(2, 1, dtype=torch.int64))) is None
         copies.unwatch()
 
     def test_what_is_computed_from_a_copy_is_not_known(self) -> None:
@@ -117,17 +103,12 @@ class TestUnwatch:
         one, two = HostCopies(), HostCopies()
         one.watch()
         two.watch()
-        one.unwatch()  # lies under the other's: it stays there, and does nothing
+        one.unwatch()
         sent = mask().to("meta")
         assert one.of(sent) is None
         assert known(sent, two) == mask().tolist()
         two.unwatch()
-        for name, original in ORIGINALS.items():
-            if torch.Tensor.__dict__.get(name) is not original:
-                if original is None:
-                    delattr(torch.Tensor, name)
-                else:
-                    setattr(torch.Tensor, name, original)
+        assert {n: torch.Tensor.__dict__.get(n) for n in ORIGINALS} == ORIGINALS
 
 
 def test_tensors_are_copied_and_pickled_as_ever() -> None:

@@ -33,6 +33,9 @@ RANK = LOGITS
 LEAST_OUTPUTS, LEAST_HEAD_FRAC = 1024, 0.03
 #: With more of the places labelled there is too little to leave out.
 MOST_LABELLED_FRAC = 0.8
+#: How tokens are masked and numbered does not change how a loss is made of logits and labels: other fixes leave a mask
+#: out, or number the tokens of one row.
+NOT_OF_THE_LOSS = frozenset(("attention_mask", "position_ids", "use_cache"))
 WATCHED_CALLS = 4  # in which the script is seen to read logits, or not
 ROUND_TO = 256  # rows
 
@@ -403,7 +406,8 @@ def _without_labels(
 
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Returns which arguments a call is given: with others a model may make its loss in another way."""
-    return " ".join([str(len(args)), *sorted(n for n, v in kwargs.items() if v is not None)])
+    names = {n for n, v in kwargs.items() if v is not None} - NOT_OF_THE_LOSS
+    return " ".join([str(len(args)), *sorted(names)])
 
 
 def _with(output: Any, loss: torch.Tensor, logits: torch.Tensor) -> Any:

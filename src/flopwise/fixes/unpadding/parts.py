@@ -18,7 +18,7 @@ from flopwise.fixes.unpadding.host_copies import HostCopies
 from flopwise.fixes.unpadding.packing import Packed, own_positions, shifts
 from flopwise.fixes.unpadding.padding import Padding, look, mask_problem
 from flopwise.fixes.unpadding.restored import Restoring
-from flopwise.meter.replay import error_words
+from flopwise.meter.replay import error_words, is_replaying
 
 PACKED, CROPPED = "packed", "cropped"
 
@@ -137,7 +137,7 @@ class Part:
         held = copies.of(labels) if labels is not None else None
         if on_host is not None and (labels is None or held is not None):
             return look(on_host, held)
-        self._owner.tally.read += 1
+        self._owner.tally.read += not is_replaying()  # copies of a batch: nobody minds waiting
         return look(mask, labels)
 
     def _cut(self, named: Mapping[str, Any], padding: Padding) -> Packed | Cropped:
