@@ -16,6 +16,10 @@ VENV := $(if $(filter any,$(TORCH)),.venv-any,.venv)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests that time nothing and start few processes run two at a time; the others one after another.
+SIDE_BY_SIDE := $(addprefix tests/,trace diagnosis flops records reports hardware trials summary cli patching \
+	kit/graph kit/precision kit/memory fixes)
+
 .PHONY: help install test lint unit conformance docs demo clean
 
 help:
@@ -41,7 +45,8 @@ lint: $(STAMP)
 # Tests start processes that run side by side: one thread each.
 unit: $(STAMP)
 	@echo "== Tests"
-	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n 2 --dist loadfile $(SIDE_BY_SIDE)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest $(SIDE_BY_SIDE:%=--ignore=%)
 
 conformance: $(STAMP)
 	@if [ -d "$(TRACES)" ]; then \
