@@ -16,9 +16,9 @@ VENV := $(if $(filter any,$(TORCH)),.venv-any,.venv)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Tests that time nothing and start few processes run two at a time; the others one after another.
+# Tests that time nothing run two at a time; the others one after another.
 SIDE_BY_SIDE := $(addprefix tests/,trace diagnosis flops records reports hardware trials summary cli patching \
-	kit/graph kit/precision kit/memory fixes)
+	kit/graph kit/precision kit/memory fixes conformance docs benchmarks examples)
 
 .PHONY: help install test lint unit conformance docs demo clean
 
