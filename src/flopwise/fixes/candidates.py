@@ -1,11 +1,14 @@
-"""Fixes on trial: what is known of each, and the numbers of several together."""
+"""Fixes on trial: what is known of each, and the numbers of one alone and of several together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from flopwise.fixes.interface import Applied, Eligible, Fix
+import torch
+
+from flopwise.fixes.interface import Applied, Eligible, Fix, unless_failed
+from flopwise.fixes.slot import Slot, inner
 from flopwise.meter.parity import compare_forward
 from flopwise.meter.replay import Snapshot
 from flopwise.records.verdict import Parity
@@ -34,6 +37,33 @@ def predicted_gain(
     if answer.predicted_gain_frac is not None:
         return answer.predicted_gain_frac
     return next((findings[code] for code in fix.findings if findings.get(code) is not None), None)
+
+
+def parity_alone(
+    applied: Applied,
+    snapshot: Snapshot,
+    reject: Callable[[list[torch.Tensor]], str | None] | None = None,
+) -> Parity:
+    """Returns how outputs, loss and gradients differ with one fix on, others as they are; it is off afterwards.
+
+    Held against a float64 reference without any layer, with the coarsest unit roundoff of it and of the layers that are
+    on. Not passed if the fix failed meanwhile: it had switched itself off.
+
+    Args:
+        snapshot: of a root module; the module inside DistributedDataParallel is compared.
+        reject: see `compare_forward`.
+    """
+    module = inner(snapshot.module)
+    slot = Slot.of(module)
+    parity = compare_forward(
+        snapshot._replace(module=module),
+        applied.enable,
+        applied.disable,
+        unit_roundoff=max(applied.unit_roundoff or 0.0, slot.unit_roundoff()),
+        bare=slot.bypassed,
+        reject=reject,
+    )
+    return unless_failed(parity, applied)
 
 
 def parity_together(applied: Sequence[Applied], snapshot: Snapshot) -> Parity:

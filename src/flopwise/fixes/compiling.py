@@ -34,7 +34,7 @@ from flopwise.fixes.time_limit import Overdue, time_limit
 from flopwise.kit.compiler import forget, frame, frames_compiled, stop_compile_workers, tally
 from flopwise.kit.nested import tensors_in
 from flopwise.meter.kept import kept_module, kept_rng
-from flopwise.meter.parity import compare_forward
+from flopwise.meter.parity import compare_forward, not_shown
 from flopwise.meter.replay import Replay, Snapshot, error_words
 from flopwise.meter.yardstick import FLOAT32
 from flopwise.records.verdict import Parity
@@ -158,7 +158,7 @@ class Compiling(Applied):
             parity = self._verified(snapshot)
         self.disable()
         if parity is None:
-            return _failed(self._whole_reason + (self._reason or "not compared"))
+            return not_shown("reordered", self._whole_reason + (self._reason or "not compared"))
         attention = self._backend.words()
         if attention is not None:
             self.setting["attention"] = attention
@@ -475,7 +475,3 @@ def _blocks_of(roots: Sequence[nn.Module]) -> list[nn.Module]:
 def _is_slot(module: nn.Module) -> bool:
     """Whether what stands in the place of this module's call has been put there by a fix."""
     return isinstance(getattr(vars(module).get("_compiled_call_impl"), "__self__", None), Slot)
-
-
-def _failed(reason: str) -> Parity:
-    return Parity("reordered", False, None, None, None, None, None, 0.0, "none", reason)

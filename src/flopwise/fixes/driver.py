@@ -26,6 +26,7 @@ from flopwise.fixes.ranks import RanksApartError, ranks_of
 from flopwise.fixes.registry import FIXES
 from flopwise.fixes.slot import inner
 from flopwise.meter import agreement, ending, finish
+from flopwise.meter.parity import not_shown
 from flopwise.meter.replay import Snapshot, error_words
 from flopwise.meter.rows import Row
 from flopwise.meter.session import Session
@@ -335,7 +336,7 @@ class Driver:
             return parity
         except Exception as error:
             words = f"could not be compared: {error_words(error)}"
-            return Parity("reordered", False, None, None, None, None, None, 0.0, "none", words)
+            return not_shown("reordered", words)
         finally:
             self._session.live = True
 

@@ -82,7 +82,7 @@ def compare_forward(
                 return parity
             nearby = [compare.at(rng, seed + k, nearby=k) for k in (1, 2)]
         except Exception as error:  # the fix is not kept; the run goes on
-            return _failed(numerics, f"could not be compared: {error_words(error)}")
+            return not_shown(numerics, f"could not be compared: {error_words(error)}")
         finally:
             disable()
     if all(p.passed for p in nearby):
@@ -128,7 +128,7 @@ class _Comparison:
             old = replay.run()
             replay.look = None
             if replay.reason is not None:
-                return _failed(self.numerics, replay.reason)
+                return not_shown(self.numerics, replay.reason)
             quiet = []
             for quieter, words in ((quieten, "dropout off"), (quieten_wholly, "random layers off")):
                 if old.drew:
@@ -146,7 +146,7 @@ class _Comparison:
         finally:
             self.disable()
         if not finite(old):
-            return _failed(self.numerics, "the step is not finite without the fix either")
+            return not_shown(self.numerics, "the step is not finite without the fix either")
         grad_rel, cosine = distance(new.grads, old.grads)
         output_rel, _ = distance(list(new.outputs), list(old.outputs))
         if self.numerics == "identical":
@@ -212,7 +212,7 @@ def compare_update(
             kept.restore()
             reference = _update(_twin_in_float64(optimizer), seed)
         except Exception as failure:  # the fix is not kept; the run goes on
-            return _failed(numerics, f"could not be compared: {error_words(failure)}")
+            return not_shown(numerics, f"could not be compared: {error_words(failure)}")
     rel, cosine = distance(new.changes, old.changes)
     if numerics == "identical":
         pairs = zip(new.changes + new.state, old.changes + old.state, strict=True)
@@ -311,13 +311,13 @@ def compare_batches(
     """
     numerics = "reordered" if draws_random_numbers else "identical"
     if not old or len(old) != len(new):
-        return _failed(
+        return not_shown(
             numerics, f"{len(old)} batches one way, {len(new)} the other: nothing to compare"
         )
     for number, (a, b) in enumerate(zip(old, new, strict=True)):
         where = difference(a, b, values=not draws_random_numbers)
         if where:
-            return _failed(numerics, f"batch {number} of {len(old)} differs: {where}")
+            return not_shown(numerics, f"batch {number} of {len(old)} differs: {where}")
     if draws_random_numbers:
         detail = (
             f"{len(old)} batches: same indices, structure, shapes and dtypes. The data set draws random numbers; "
@@ -347,6 +347,6 @@ def _equal(old: Outcome, new: Outcome) -> bool:
     return all(same(a, b) for a, b in pairs)
 
 
-def _failed(numerics: str, reason: str) -> Parity:
+def not_shown(numerics: str, reason: str) -> Parity:
     """Returns a parity that was not shown."""
     return Parity(numerics, False, None, None, None, None, None, 0.0, "none", reason)

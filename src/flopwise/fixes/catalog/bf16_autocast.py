@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
-from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, unless_failed
-from flopwise.fixes.slot import AUTOCAST, Call, Layers, Slot, forward_problem, inner
+from flopwise.fixes.candidates import parity_alone
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
+from flopwise.fixes.slot import AUTOCAST, Call, Layers, forward_problem, inner
 from flopwise.kit.nested import map_tensors
-from flopwise.meter.parity import compare_forward
 from flopwise.meter.replay import Snapshot
 from flopwise.meter.yardstick import BFLOAT16
 from flopwise.records.verdict import Parity
@@ -94,16 +94,7 @@ class _Applied(Applied):
         return self._layers.failure()
 
     def verify(self, snapshot: Snapshot) -> Parity:
-        module = inner(snapshot.module)
-        parity = compare_forward(
-            snapshot._replace(module=module),
-            self.enable,
-            self.disable,
-            unit_roundoff=BFLOAT16,
-            bare=Slot.of(module).bypassed,
-            reject=_reject,
-        )
-        return unless_failed(parity, self)
+        return parity_alone(self, snapshot, _reject)
 
     def _layer(self, call: Call) -> Call:
         device = self._device

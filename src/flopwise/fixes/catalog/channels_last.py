@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, unless_failed
-from flopwise.fixes.slot import INPUTS, Call, Layers, Slot, forward_problem, inner
+from flopwise.fixes.candidates import parity_alone
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
+from flopwise.fixes.slot import INPUTS, Call, Layers, forward_problem, inner
 from flopwise.kit.nested import map_tensors
-from flopwise.meter.parity import compare_forward
 from flopwise.meter.replay import Snapshot
 from flopwise.meter.yardstick import FLOAT32
 from flopwise.records.verdict import Parity
@@ -110,16 +110,7 @@ class _Applied(Applied):
         return self._layers.failure()
 
     def verify(self, snapshot: Snapshot) -> Parity:
-        module = inner(snapshot.module)
-        slot = Slot.of(module)
-        parity = compare_forward(
-            snapshot._replace(module=module),
-            self.enable,
-            self.disable,
-            unit_roundoff=max(FLOAT32, slot.unit_roundoff()),
-            bare=slot.bypassed,
-        )
-        return unless_failed(parity, self)
+        return parity_alone(self, snapshot)
 
     @torch.no_grad()
     def _lay_out(self, parameter: nn.Parameter, stride: tuple[int, ...] | None) -> None:

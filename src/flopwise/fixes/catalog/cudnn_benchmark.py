@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from flopwise.fixes.candidates import parity_alone
 from flopwise.fixes.interface import (
     Applied,
     Declined,
@@ -16,12 +17,11 @@ from flopwise.fixes.interface import (
     Fix,
     Scene,
     StartUp,
-    unless_failed,
 )
-from flopwise.fixes.slot import Call, Layers, Slot, forward_problem, inner
+from flopwise.fixes.slot import Call, Layers, forward_problem, inner
 from flopwise.kit.nested import map_tensors, tensors_in
 from flopwise.meter.kept import kept_module, kept_rng
-from flopwise.meter.parity import compare_forward
+from flopwise.meter.parity import not_shown
 from flopwise.meter.replay import Snapshot, error_words, find_loss
 from flopwise.meter.yardstick import FLOAT32
 from flopwise.records.verdict import Parity
@@ -146,9 +146,7 @@ class _Applied(Applied):
 
     def verify(self, snapshot: Snapshot) -> Parity:
         """Times the step with the search and without, and compares it where it is faster."""
-        module = inner(snapshot.module)
-        snapshot = snapshot._replace(module=module)
-        slot = Slot.of(module)
+        snapshot = snapshot._replace(module=inner(snapshot.module))
         self.disable()
         if self._varies():
             self._reason = (
@@ -158,15 +156,8 @@ class _Applied(Applied):
         if self._reason is None:
             self._reason = _not_faster(snapshot)
         if self._reason is not None:
-            return _failed(self._reason)
-        parity = compare_forward(
-            snapshot,
-            self.enable,
-            self.disable,
-            unit_roundoff=max(FLOAT32, slot.unit_roundoff()),
-            bare=slot.bypassed,
-        )
-        return unless_failed(parity, self)
+            return not_shown("reordered", self._reason)
+        return parity_alone(self, snapshot)
 
     def _varies(self) -> bool:
         return len(self._shapes) > self._count
@@ -213,7 +204,3 @@ def _not_faster(snapshot: Snapshot) -> str | None:
 
 def _unchanged(call: Call) -> Call:
     return call
-
-
-def _failed(reason: str) -> Parity:
-    return Parity("reordered", False, None, None, None, None, None, 0.0, "none", reason)

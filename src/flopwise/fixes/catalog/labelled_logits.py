@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, unless_failed
+from flopwise.fixes.candidates import parity_alone
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
 from flopwise.fixes.labelled_loss import Count, Learned, Loss, Product, learn, part
 from flopwise.fixes.lazy_logits import LazyLogits, later, watched
 from flopwise.fixes.replaced_linear import PASSES, PRODUCT, linear_problem, product_of, switch
@@ -22,7 +23,7 @@ from flopwise.fixes.slot import LOGITS, Call, Layers, Slot, forward_problem, inn
 from flopwise.kit.compiler import forget, frame, tally
 from flopwise.kit.nested import map_tensors
 from flopwise.meter.kept import kept_module, kept_rng
-from flopwise.meter.parity import compare_forward
+from flopwise.meter.parity import not_shown
 from flopwise.meter.replay import Snapshot, error_words
 from flopwise.meter.yardstick import FLOAT32
 from flopwise.records.verdict import Parity
@@ -210,16 +211,9 @@ class _Applied(Applied):
             reason = self._learn(snapshot)
         if reason is not None:
             self._reason = reason
-            return _failed(reason)
+            return not_shown("reordered", reason)
         with self._watch.aside():
-            parity = compare_forward(
-                snapshot,
-                self.enable,
-                self.disable,
-                unit_roundoff=max(FLOAT32, self._slot.unit_roundoff()),
-                bare=self._slot.bypassed,
-            )
-        return unless_failed(parity, self)
+            return parity_alone(self, snapshot)
 
     def _learn(self, snapshot: Snapshot) -> str | None:
         """Returns why it is not known how the loss is made, or None."""
@@ -442,10 +436,6 @@ def _entered(device: str, autocast: str) -> Iterator[None]:
         return
     with torch.autocast(device, getattr(torch, autocast)):
         yield
-
-
-def _failed(reason: str) -> Parity:
-    return Parity("reordered", False, None, None, None, None, None, 0.0, "none", reason)
 
 
 class _Watch:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, unless_failed
-from flopwise.fixes.slot import MASKS, Call, Layers, Slot, forward_problem, inner
+from flopwise.fixes.candidates import parity_alone
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
+from flopwise.fixes.slot import MASKS, Call, Layers, forward_problem, inner
 from flopwise.kit.full_masks import hides_nothing, is_full, watch_moves
-from flopwise.meter.parity import compare_forward
+from flopwise.meter.parity import not_shown
 from flopwise.meter.replay import Snapshot, is_replaying
 from flopwise.meter.yardstick import FLOAT32
 from flopwise.records.verdict import Parity
@@ -121,17 +122,9 @@ class _Applied(Applied):
         place = place_of(module)
         given = _given(place, snapshot.args, snapshot.kwargs) if place is not None else None
         if place is None or given is None:
-            return _failed(f"the model is called without an {NAME} of tokens")
-        slot = Slot.of(module)
+            return not_shown("reordered", f"the model is called without an {NAME} of tokens")
         args, kwargs = _with(place, snapshot.args, snapshot.kwargs, torch.ones_like(given))
-        parity = compare_forward(
-            snapshot._replace(module=module, args=args, kwargs=kwargs),
-            self.enable,
-            self.disable,
-            unit_roundoff=max(FLOAT32, slot.unit_roundoff()),
-            bare=slot.bypassed,
-        )
-        return unless_failed(parity, self)
+        return parity_alone(self, snapshot._replace(args=args, kwargs=kwargs))
 
     def _layer_of(self, module: nn.Module) -> Callable[[Call], Call]:
         place = place_of(module)
@@ -188,7 +181,3 @@ def _with(
 
 def _of_transformers(module: nn.Module) -> bool:
     return any(type(part).__module__.startswith("transformers.") for part in module.modules())
-
-
-def _failed(reason: str) -> Parity:
-    return Parity("reordered", False, None, None, None, None, None, 0.0, "none", reason)

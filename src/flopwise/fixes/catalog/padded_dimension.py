@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, unless_failed
+from flopwise.fixes.candidates import parity_alone
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
 from flopwise.fixes.replaced_linear import PRODUCT, Product, linear_problem, switch
 from flopwise.fixes.slot import Call, Layers, Slot, forward_problem, inner
 from flopwise.kit.nested import map_tensors, tensors_in
 from flopwise.meter.kept import kept_module, kept_rng
-from flopwise.meter.parity import compare_forward
+from flopwise.meter.parity import not_shown
 from flopwise.meter.replay import Snapshot, error_words
 from flopwise.meter.yardstick import FLOAT32
 from flopwise.records.verdict import Parity
@@ -212,15 +213,8 @@ class _Applied(Applied):
         if not self._known and self._reason is None:
             self._try_alone(snapshot, slot)
         if self._reason is not None:
-            return _failed(self._reason)
-        parity = compare_forward(
-            snapshot,
-            self.enable,
-            self.disable,
-            unit_roundoff=max(FLOAT32, slot.unit_roundoff()),
-            bare=slot.bypassed,
-        )
-        return unless_failed(parity, self)
+            return not_shown("reordered", self._reason)
+        return parity_alone(self, snapshot)
 
     def _try_alone(self, snapshot: Snapshot, slot: Slot) -> None:
         """Takes the layers that are faster padded; if none is, that is the reason not to go on."""
@@ -380,7 +374,3 @@ def _product(one: Candidate, *, contiguous: bool) -> Product:
 
 def _unchanged(call: Call) -> Call:
     return call
-
-
-def _failed(reason: str) -> Parity:
-    return Parity("reordered", False, None, None, None, None, None, 0.0, "none", reason)

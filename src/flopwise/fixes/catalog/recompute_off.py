@@ -11,12 +11,13 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
-from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, unless_failed
+from flopwise.fixes.candidates import parity_alone
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
 from flopwise.fixes.slot import RECOMPUTE, Call, Layers, Slot, forward_problem, inner
 from flopwise.hardware import limits
 from flopwise.kit.nested import map_tensors
 from flopwise.meter.kept import kept_module, kept_rng
-from flopwise.meter.parity import compare_forward
+from flopwise.meter.parity import not_shown
 from flopwise.meter.replay import Snapshot, error_words
 from flopwise.meter.yardstick import FLOAT32
 from flopwise.records.verdict import Parity
@@ -114,25 +115,16 @@ class _Applied(Applied):
 
     def verify(self, snapshot: Snapshot) -> Parity:
         """Predicts the peak, and compares the step only where that fits."""
-        module = inner(snapshot.module)
-        snapshot = snapshot._replace(module=module)
-        slot = Slot.of(module)
+        snapshot = snapshot._replace(module=inner(snapshot.module))
         self.disable()
         self._predict(snapshot)
         if self._reason is not None:
-            return _failed(self._reason)
+            return not_shown("reordered", self._reason)
         _REPLACED.enter(torch_checkpoint._checkpoint_without_reentrant_generator, _WithoutReentry)
         try:
-            parity = compare_forward(
-                snapshot,
-                self.enable,
-                self.disable,
-                unit_roundoff=max(FLOAT32, slot.unit_roundoff()),
-                bare=slot.bypassed,
-            )
+            return parity_alone(self, snapshot)
         finally:
             _REPLACED.leave()
-        return unless_failed(parity, self)
 
     def _predict(self, snapshot: Snapshot) -> None:
         """Sets the reason where the activations would not fit, or none are computed again."""
@@ -326,7 +318,3 @@ def _forward(snapshot: Snapshot) -> Any:
 def _autocast(device: torch.device) -> torch.dtype | None:
     on = torch.is_autocast_enabled(device.type)
     return torch.get_autocast_dtype(device.type) if on else None
-
-
-def _failed(reason: str) -> Parity:
-    return Parity("reordered", False, None, None, None, None, None, 0.0, "none", reason)

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, unless_failed
+from flopwise.fixes.candidates import parity_alone
+from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
 from flopwise.fixes.slot import TF32, Call, Layers, Slot, forward_problem, inner
 from flopwise.kit.nested import tensors_in
 from flopwise.meter import yardstick
-from flopwise.meter.parity import compare_forward
 from flopwise.meter.replay import Snapshot
 from flopwise.records.verdict import Parity
 
@@ -95,15 +95,7 @@ class _Applied(Applied):
         return self._layers.failure()
 
     def verify(self, snapshot: Snapshot) -> Parity:
-        module = inner(snapshot.module)
-        parity = compare_forward(
-            snapshot._replace(module=module),
-            self.enable,
-            self.disable,
-            unit_roundoff=max(yardstick.TF32, Slot.of(module).unit_roundoff()),
-            bare=Slot.of(module).bypassed,
-        )
-        return unless_failed(parity, self)
+        return parity_alone(self, snapshot)
 
 
 def _layer(slot: Slot, call: Call) -> Call:
