@@ -308,7 +308,7 @@ one_pass._on = lambda device: contextlib.nullcontext()
 CPU, DTYPES = torch.device("cpu"), [torch.float32, torch.float16, torch.bfloat16]
 random.seed(0), torch.manual_seed(0)
 reader = one_pass.OnePass()
-for case in range(60):
+for case in range(24):
     grads = []
     for _ in range(random.choice([1, 2, 5, 30])):
         n = random.choice([0, 1, 2, 3, 4, 5, 31, 4095, 4096, 4097, 9000]) if case % 3 else random.randint(1, 200)
