@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from flopwise.errors import PrecisionError
 from flopwise.kit.precision import DynamicScaler, one_pass
@@ -224,6 +225,22 @@ def test_a_training_is_the_same_to_the_bit(
     assert ours["skipped"] == 3
     assert len(a) == len(b) >= 8
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_gradients_of_a_skipped_step_stay_scaled_as_with_gradscaler(
+    kernels: dict[str, Any],
+) -> None:
+    def left(scaler: GradScaler) -> list[float]:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([weight], 0.1, fused=True)
+        scaler.scale((weight * torch.tensor([1.0, math.inf])).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.grad is not None
+        return [float(g) for g in weight.grad]
+
+    assert left(GradScaler("cpu", 8.0)) == left(DynamicScaler("cpu", 8.0)) == [8.0, math.inf]
+    assert left(DynamicScaler("cpu", 8.0, kernels="torch")) == [1.0, math.inf]
 
 
 class Broken:

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from flopwise.kit.precision.arguments import LEAST, MOST
-from flopwise.kit.precision.statistics import by_device
 from flopwise.kit.precision.tables import BLOCK, Described, Tables, described
 
 #: Warps of a program, and programs on a multiprocessor at once, by the registers that the kernel takes (56 a thread for
 #: float32 in Triton 3.6, compute capability 9.0, of 65,536).
 WARPS = 8
 PROGRAMS = 4
+#: Type of the devices that the kernels are for.
+DEVICE = "cuda"
 #: Streams whose tables are kept.
 STREAMS = 8
 _TRACKER_MOST = 2**31 - 1
@@ -57,10 +58,12 @@ class OnePass:
         if not self._usable() or not grads:
             return None
         per_device: list[tuple[torch.device, Described]] = []
-        for device, by_dtype in by_device(grads).items():
+        devices = dict.fromkeys([grad.device for grad in grads])
+        for device in devices:
             numbers = None
-            if device.type == "cuda" and not _capturing(device):
-                numbers = described([t for tensors in by_dtype.values() for t in tensors])
+            if device.type == DEVICE and not _capturing(device):
+                one = len(devices) == 1
+                numbers = described(grads if one else [g for g in grads if g.device == device])
             if numbers is None:
                 return None
             per_device.append((device, numbers))
@@ -99,7 +102,7 @@ class OnePass:
             factors: of growth, of backoff, and the least scale.
         """
         single = (scale, tracker, found, amax)
-        if not self._usable() or scale.device.type != "cuda" or _capturing(scale.device):
+        if not self._usable() or scale.device.type != DEVICE or _capturing(scale.device):
             return False
         if any(t.device != scale.device for t in single) or ring.device != scale.device:
             return False

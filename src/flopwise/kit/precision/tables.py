@@ -24,6 +24,7 @@ MOST_SPANS = 2**17
 ALIGNMENT = 16
 #: Tables that are kept for a stream: of several optimizers, or of addresses that take turns.
 KEPT = 8
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -40,27 +41,31 @@ def described(tensors: Sequence[torch.Tensor]) -> Described | None:
     It can if it is a plain tensor whose entries fill one piece of memory, in whatever order.
     """
     places, extents = [], []
-    for tensor in tensors:
+    strided = torch.strided
+    for tensor in tensors:  # hundreds, at each step: few calls for each
         code = CODES.get(tensor.dtype)
-        if code is None or type(tensor) not in (torch.Tensor, nn.Parameter):
+        if code is None or type(tensor) not in _PLAIN or tensor.layout is not strided:
             return None
-        if tensor.layout is not torch.strided or not _dense(tensor):
+        if not tensor.is_contiguous() and not _dense(tensor):
             return None
         entries = tensor.numel()
         if entries:
-            size, address = tensor.element_size(), tensor.data_ptr()
+            address = tensor.data_ptr()
             before = address % ALIGNMENT
-            if before % size:
-                return None
-            places.append(address - before)
-            extents.append((before // size, before // size + entries, code))
+            if before:
+                skipped, rest = divmod(before, tensor.element_size())
+                if rest:
+                    return None
+                places.append(address - before)
+                extents.append((skipped, skipped + entries, code))
+            else:
+                places.append(address)
+                extents.append((0, entries, code))
     return Described(tuple(places), tuple(extents)) if places else None
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    """Returns whether the entries fill one piece of memory that starts at the tensor's address."""
-    if tensor.is_contiguous():
-        return True
+    """Returns whether entries that are not in order fill one piece of memory that starts at the tensor's address."""
     if tensor.dim() == 2:
         return tensor.t().is_contiguous()
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
@@ -115,9 +120,12 @@ class Tables:
         self._tables: OrderedDict[Described, Table] = OrderedDict()
         self._plans: OrderedDict[tuple[tuple[int, int, int], ...], Plan] = OrderedDict()
         self.uploads = 0
+        self._last: tuple[Described, Table] | None = None
 
     def of(self, tensors: Described) -> Table:
         """Returns the table of tensors, uploaded without waiting if they are not where they were."""
+        if self._last is not None and self._last[0] == tensors:
+            return self._last[1]
         table = self._tables.get(tensors)
         if table is None:
             places = torch.tensor(tensors.places, dtype=torch.int64, device="cpu")
@@ -125,6 +133,7 @@ class Tables:
             _keep(self._tables, tensors, table)
         else:
             self._tables.move_to_end(tensors)
+        self._last = tensors, table
         return table
 
     def _plan(self, extents: tuple[tuple[int, int, int], ...]) -> Plan:
