@@ -105,6 +105,7 @@ class TestLayers:
         assert compiled_parts(module) == 0
         slot.put(COMPILED, times(2))
         assert compiled_parts(module) == 1
+        assert compiled_parts(module, by_script=True) == 0
         with slot.bypassed():
             assert compiled_parts(module) == 0
         slot.take(COMPILED)
@@ -113,6 +114,7 @@ class TestLayers:
         assert compiled_parts(module) == 1
         slot.put(AUTOCAST, times(5))
         assert compiled_parts(module) == 1
+        assert compiled_parts(module, by_script=True) == 1
 
     def test_hooks_still_run_inside(self) -> None:
         module = one()

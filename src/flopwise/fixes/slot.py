@@ -95,12 +95,15 @@ class Slot:
         return tuple(sorted(self._layers))
 
     @property
+    def found_compiled(self) -> bool:
+        """Whether the script has compiled the module in place itself."""
+        return self._found is not _ABSENT and self._found is not None
+
+    @property
     def compiles(self) -> bool:
         """Whether a call would run compiled code: the script's own, or that of a layer."""
-        if self._found is not _ABSENT and self._found is not None:
-            return True
         own = COMPILED in self._layers or GRAPHED in self._layers
-        return own and self._stack is not None
+        return self.found_compiled or (own and self._stack is not None)
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:

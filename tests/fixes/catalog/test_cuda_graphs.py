@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from flopwise.fixes.catalog import compile_model, cuda_graphs
 from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
 from flopwise.fixes.interface import Declined, Eligible, Facts, Scene
-from flopwise.fixes.slot import COMPILED, GRAPHED, Slot
+from flopwise.fixes.slot import COMPILED, GRAPHED, Layers, Slot
+from flopwise.meter.found import compiled_parts
 from flopwise.meter.replay import Snapshot
 
 # The time limit is the alarm signal, which the usual method of pytest-timeout takes for itself.
@@ -92,6 +93,17 @@ class TestCheck:
     def test_a_wait_for_launches_is_a_cause(self) -> None:
         assert isinstance(CudaGraphs().check(scene()), Eligible)
         assert isinstance(CudaGraphs().check(scene(step_s=5.0)), Eligible)
+
+    def test_what_another_fix_has_compiled_is_no_reason_against_graphs(self) -> None:
+        model = net()
+        layers = Layers([model], COMPILED)
+        layers.on([lambda call: call])
+        assert compiled_parts(model) == 1
+        assert isinstance(CudaGraphs().check(scene(model)), Eligible)
+        layers.off()
+        model._compiled_call_impl = lambda *args: None
+        layers.on([lambda call: call])
+        assert "compiles its model itself" in CudaGraphs().check(scene(model)).reason
 
     def test_so_is_a_short_step_that_compiling_makes_shorter(self) -> None:
         assert isinstance(

@@ -128,15 +128,12 @@ def test_streams_do_not_meet(reader: OnePass) -> None:
         same(checked, ({cuda(): torch.zeros(())}, [torch.tensor(i + 1.0)]))
 
 
-def test_nothing_waits(reader: OnePass) -> None:
+def test_nothing_waits(reader: OnePass, waits_raise: Any) -> None:
     reader.check([torch.ones(5, device=cuda())], cuda(), True)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_raise():
         for n in range(1, 30):
             reader.check([torch.ones(n, device=cuda())], cuda(), True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert reader.declined is None
 
 

@@ -66,7 +66,7 @@ class CompileModel(Fix):
 
     def check(self, scene: Scene) -> Eligible | Declined:
         """Returns whether compiling may be tried."""
-        if scene.facts.compiles or any(compiled_parts(root) for root in scene.roots):
+        if scene.facts.compiles or any(compiled_parts(r, by_script=True) for r in scene.roots):
             return Declined("the script compiles its model itself")
         reason = (
             forward_problem(scene, "ours")

@@ -78,7 +78,7 @@ class CudaGraphs(Fix):
             return Declined(
                 "DistributedDataParallel sends gradients from hooks, which no graph would hold"
             )
-        if scene.facts.compiles or any(compiled_parts(root) for root in scene.roots):
+        if scene.facts.compiles or any(compiled_parts(r, by_script=True) for r in scene.roots):
             return Declined("the script compiles its model itself")
         reason = (
             forward_problem(scene, "ours")
