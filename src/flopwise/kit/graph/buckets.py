@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,8 @@ def suggest_buckets(
     counts: dict[int, int] = {}
     pairs = sizes.items() if isinstance(sizes, Mapping) else ((size, 1) for size in sizes)
     for size, times in pairs:
-        if int(size) != size or times < 0:
+        fits = isinstance(size, (int, float)) and isinstance(times, (int, float))
+        if not fits or not math.isfinite(size) or int(size) != size or times < 0:
             raise GraphError(f"size {size!r}, seen {times!r} times: both are whole numbers")
         counts[int(size)] = counts.get(int(size), 0) + times
     if not counts or min(counts) < 1:
