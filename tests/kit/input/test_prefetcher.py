@@ -612,3 +612,7 @@ def test_two_in_one_iterator_are_refused_until_the_first_is_closed() -> None:
         next(iter(second))
     first.close()
     assert [int(x[0]) for (x,) in second] == list(range(0, 40, 4))
+    with pytest.raises(InputError, match="another Prefetcher is reading this generator"):
+        list(
+            zip(*[Prefetcher(shared, "cpu") for shared in [(k for k in range(9))] * 2], strict=True)
+        )

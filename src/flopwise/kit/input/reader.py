@@ -153,7 +153,7 @@ class InTurn(Reader):
     def reads(self, iterator: Any) -> bool:
         """Returns whether this very iterator is being read here."""
         ended = bool(self._ready) and isinstance(self._ready[-1], _End)
-        return self._iterator is iterator and self._number > 0 and not ended
+        return self._iterator is iterator and not ended
 
 
 class InThread(Reader):
@@ -260,4 +260,5 @@ class InThread(Reader):
     def reads(self, iterator: Any) -> bool:
         """Returns whether this very iterator is being read here, or a thread that was left behind is inside it."""
         alive = self._thread is not None and self._thread.is_alive()
-        return self._iterator is iterator and alive
+        begun = not self._stopped and self._ended is None
+        return self._iterator is iterator and (alive or begun)
