@@ -50,6 +50,9 @@ Numerics classes: *identical* means equal to the bit. *Reordered* means the same
 error against a float64 reference stays within what the script already had, or within what one rounding of the
 arithmetic in use makes of this very step. *Lossy* gives up more than rounding; no such fix is here yet.
 
+Fixes marked *opt-in* change more than time and rounding, the order of the data, say. They are tried only when `--allow FIX` or `--fixes FIX`
+names them; the plan, the report and each run with the plan say what they change.
+
 | code | fix | treats | numerics |
 |---|---|---|---|
 """
@@ -58,7 +61,8 @@ arithmetic in use makes of this very step. *Lossy* gives up more than rounding; 
 def page() -> str:
     """Returns docs/fixes.md."""
     rows = "".join(
-        f"| {f.code} | [{f.name}](#{f.code.lower()}-{f.name}) | {', '.join(f.causes)} | {f.numerics} |\n"
+        f"| {f.code} | [{f.name}](#{f.code.lower()}-{f.name}) | {', '.join(f.causes)} | "
+        f"{f.numerics}{', opt-in' if f.opt_in else ''} |\n"
         for f in FIXES
     )
     return _INTRODUCTION + rows + "".join(_chapter(fix) for fix in FIXES)
@@ -67,4 +71,5 @@ def page() -> str:
 def _chapter(fix: type[Fix]) -> str:
     sections = fix.sections()
     body = "".join(f"\n**{title}.** {sections[title]}\n" for title in HEADINGS)
-    return f"\n## {fix.code} {fix.name}\n\n{sections['']}\n{body}"
+    changes = f"\n**Opt-in.** It changes {fix.changes}.\n" if fix.opt_in else ""
+    return f"\n## {fix.code} {fix.name}\n\n{sections['']}\n{changes}{body}"

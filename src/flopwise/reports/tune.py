@@ -34,6 +34,9 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
     screen.blank()
     _trials(screen, record.trials)
     screen.blank()
+    for trial in record.trials:
+        if trial.changes:
+            screen.flow("opt-in", [f"{trial.name} was allowed: {trial.changes}"])
     if record.writes:
         screen.flow("writes", _writes(record))
     for note in record.notes:
