@@ -42,12 +42,16 @@ FIXES = (
     ("FW114", "cudnn-benchmark"),
     ("FW116", "allocator-settings"),
     ("FW105", "compile-model"),
+    ("FW118", "cross-batch-packing"),
     ("FW115", "cuda-graphs"),
 )
 
 #: Fixes that change more than time and rounding, and what they change: only tried when asked for by name, or allowed.
 #: The same as in their classes.
-OPT_IN: dict[str, str] = {}
+OPT_IN: dict[str, str] = {
+    "FW118": "which sequences share a step: some wait a few steps until they fill a row; the number of optimizer steps stays, "
+    "and the sequences that wait at the end of the training (two rows at most) are not trained on",
+}
 
 #: Fixes that are variables set before the process starts, tried in processes of their own: the variables and the values
 #: that are accepted, since a plan is untrusted input.

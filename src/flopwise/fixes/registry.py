@@ -6,6 +6,7 @@ from flopwise.fixes.catalog.allocator_settings import AllocatorSettings
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.compile_model import CompileModel
+from flopwise.fixes.catalog.cross_batch_packing import CrossBatchPacking
 from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
 from flopwise.fixes.catalog.cudnn_benchmark import CudnnBenchmark
 from flopwise.fixes.catalog.device_prefetch import DevicePrefetch
@@ -36,6 +37,7 @@ FIXES: tuple[type[Fix], ...] = (
     CudnnBenchmark,
     AllocatorSettings,
     CompileModel,
+    CrossBatchPacking,
     CudaGraphs,
 )
 

@@ -26,6 +26,8 @@ Call = Callable[..., Any]
 COMPILED, GRAPHED, RECOMPUTE, INPUTS, LOGITS, AUTOCAST, TF32, MASKS = 10, 15, 17, 20, 25, 30, 40, 50
 #: Outside of all: it makes another call, and restores the outputs that the others have made of it.
 UNPADDED = 90
+#: Outside of that: it gives it the sequences of several batches.
+REGROUPED = 95
 #: Below this share of forward and backward in a step no trial could show a gain of theirs.
 LEAST_COMPUTE_FRAC = 0.05
 
