@@ -15,8 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional as F
 
+from flopwise.fixes import compiling
+from flopwise.fixes.catalog import compile_model
 from flopwise.fixes.catalog.cross_batch_packing import (
     WATCHED_CALLS,
     CrossBatchPacking,
@@ -25,6 +28,7 @@ from flopwise.fixes.catalog.cross_batch_packing import (
 from flopwise.fixes.catalog.unpadded_batches import UnpaddedBatches
 from flopwise.fixes.interface import Applied, Declined, Eligible, Facts, Scene
 from flopwise.fixes.unpadding.padding import Padding
+from flopwise.meter.found import frames_compiled
 from flopwise.meter.replay import Snapshot
 
 VOCABULARY = 997
@@ -434,3 +438,67 @@ def test_a_planned_row_is_there_at_once() -> None:
         fix.enable()
         model(**batch((30, 20, 9, 40)))
         assert model.rows[-1].shape == (1, 192)
+
+
+class TestCompiled:
+    @pytest.fixture(autouse=True)
+    def fresh(self) -> Iterator[None]:
+        torch._dynamo.reset()
+        yield
+        torch._dynamo.reset()
+
+    def test_code_for_full_rows_is_made_ready_and_no_step_compiles(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(compiling, "BACKEND", lookup_backend("aot_eager"))
+        monkeypatch.setattr(compile_model, "compiler_problem", lambda device: None)
+        model = TinyForMaskedLM().train()
+        model.rows = _Uncounted()  # type: ignore[assignment]
+        both = Both(model, {**ROW, "row": "140"})
+        snapshot = Snapshot(model, (), batches(1)[0])
+        compiled: Any = compile_model.CompileModel().apply(scene(model))
+        assert compiled.verify(snapshot).passed
+        compiled.enable()
+        parity = both.fix.verify(snapshot)
+        assert parity.passed, parity.detail
+        both.fix.enable()
+        expected = copy.deepcopy(model)
+        before = frames_compiled()
+        for number, one in enumerate(batches(20)):
+            loss = model(**one).loss
+            if number == 0:  # all of the first batch fits into a row of 140
+                torch.testing.assert_close(loss, expected(**one).loss)
+        assert frames_compiled() == before
+        assert not compiled._parts[0]._odd
+        assert compiled.failure() is None
+        assert both.fix.failure() is None
+        compiled.undo()
+        both.__exit__()
+
+    def test_what_cannot_be_compiled_is_not_held_against_the_compiler(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(compiling, "BACKEND", lookup_backend("aot_eager"))
+        model = TinyForMaskedLM().train()
+        model.rows = _Uncounted()  # type: ignore[assignment]
+        both = Both(model, {**ROW, "row": "140"})
+        snapshot = Snapshot(model, (), batches(1)[0])
+        compiled: Any = compile_model.CompileModel().apply(scene(model))
+        assert compiled.verify(snapshot).passed
+        compiled.enable()
+        monkeypatch.setattr(
+            type(compiled), "rehearse", lambda self, _: self.fail("too slow") or "too slow"
+        )
+        parity = both.fix.verify(snapshot)
+        assert not parity.passed
+        assert "no code for its rows: too slow" in parity.detail
+        assert compiled.failure() is None
+        compiled.undo()
+        both.__exit__()
+
+
+class _Uncounted(list):  # type: ignore[type-arg]
+    """Keeps nothing: what is compiled must not change with it."""
+
+    def append(self, _: Any) -> None:
+        return None

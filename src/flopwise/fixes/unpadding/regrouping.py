@@ -203,8 +203,11 @@ class Regrouping:
         """Returns the outputs of a group, of which the loss can be read."""
         if UNPADDED not in self._slot.composition:
             raise Unfit("unpadded-batches is not on, which computes a group as one row")
+        given = {**batch.named, **group.tensors}
+        if "use_cache" in self._names.known:  # keys and values of other sequences are of no use
+            given["use_cache"] = False
         with computing(group):
-            outputs = call(**{**batch.named, **group.tensors})
+            outputs = call(**given)
         loss = outputs.get("loss") if type(outputs) is dict else None
         if isinstance(outputs, Mapping) and type(outputs) is not dict:
             loss = outputs["loss"]
