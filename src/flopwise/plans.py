@@ -31,6 +31,7 @@ FIXES = (
     ("FW109", "device-prefetch"),
     ("FW110", "host-settings"),
     ("FW102", "fused-optimizer"),
+    ("FW119", "late-loss-reads"),
     ("FW103", "channels-last"),
     ("FW106", "tf32-matmul"),
     ("FW104", "bf16-autocast"),
@@ -51,6 +52,8 @@ FIXES = (
 OPT_IN: dict[str, str] = {
     "FW118": "which sequences share a step: some wait a few steps until they fill a row; the number of optimizer steps stays, "
     "and the sequences that wait at the end of the training (two rows at most) are not trained on",
+    "FW119": "what the script shows of its loss, not the training: values are those of the step before, except in the first step "
+    "and in the last of each epoch",
 }
 
 #: Fixes that are variables set before the process starts, tried in processes of their own: the variables and the values

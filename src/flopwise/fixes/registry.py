@@ -13,6 +13,7 @@ from flopwise.fixes.catalog.device_prefetch import DevicePrefetch
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.host_settings import HostSettings
 from flopwise.fixes.catalog.labelled_logits import LabelledLogits
+from flopwise.fixes.catalog.late_loss_reads import LateLossReads
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.catalog.needless_mask import NeedlessMask
 from flopwise.fixes.catalog.padded_dimension import PaddedDimension
@@ -26,6 +27,7 @@ FIXES: tuple[type[Fix], ...] = (
     DevicePrefetch,
     HostSettings,
     FusedOptimizer,
+    LateLossReads,
     ChannelsLast,
     Tf32Matmul,
     Bf16Autocast,
