@@ -23,7 +23,7 @@ from flopwise.fixes.attention.fusing import AttentionBackend
 from flopwise.fixes.interface import Applied
 from flopwise.fixes.slot import (
     COMPILED,
-    GRAPHED,
+    COMPILES,
     INPUTS,
     Call,
     Layers,
@@ -309,8 +309,9 @@ class Part:
 
     @property
     def is_covered(self) -> bool:
-        """Whether graphs of another fix stand in front of this layer, which is not called then."""
-        return GRAPHED in Slot.of(self._module).composition and self._owner.rank < GRAPHED
+        """Whether compiled code of another fix stands in front of this layer, which is not called then."""
+        own = self._owner.rank
+        return any(rank in COMPILES and rank > own for rank in Slot.of(self._module).composition)
 
     @property
     def odd_frac(self) -> float:

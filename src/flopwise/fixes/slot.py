@@ -18,12 +18,26 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flopwise.fixes.interface import Scene, share_reason
+from flopwise.meter.found import is_optimized_module
 from flopwise.meter.replay import error_words
 
 Call = Callable[..., Any]
 
-#: Ranks, inner to outer. Captured graphs of compiled code stand in front of compiled code alone.
-COMPILED, GRAPHED, RECOMPUTE, INPUTS, LOGITS, AUTOCAST, TF32, MASKS = 10, 15, 17, 20, 25, 30, 40, 50
+#: Ranks, inner to outer. Of layers with compiled code the outermost runs: tuned code stands in front of compiled code alone, and
+#: captured graphs in front of both.
+COMPILED, AUTOTUNED, GRAPHED, RECOMPUTE, INPUTS, LOGITS, AUTOCAST, TF32, MASKS = (
+    10,
+    12,
+    15,
+    17,
+    20,
+    25,
+    30,
+    40,
+    50,
+)
+#: Those with compiled code.
+COMPILES = (COMPILED, AUTOTUNED, GRAPHED)
 #: Outside of all: it makes another call, and restores the outputs that the others have made of it.
 UNPADDED = 90
 #: Outside of that: it gives it the sequences of several batches.
@@ -99,10 +113,13 @@ class Slot:
     @property
     def compiles(self) -> bool:
         """Whether a call would run compiled code: the script's own, or that of a layer."""
-        if self._found is not _ABSENT and self._found is not None:
-            return True
-        own = COMPILED in self._layers or GRAPHED in self._layers
-        return own and self._stack is not None
+        own = any(rank in self._layers for rank in COMPILES)
+        return self.found_compiled or (own and self._stack is not None)
+
+    @property
+    def found_compiled(self) -> bool:
+        """Whether what the script had in this place is compiled."""
+        return self._found is not _ABSENT and self._found is not None
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -250,6 +267,21 @@ def inner(module: nn.Module) -> nn.Module:
     while isinstance(module, DistributedDataParallel):
         module = module.module
     return module
+
+
+def script_compiles(root: nn.Module) -> bool:
+    """Returns whether any part of a module is compiled by the script itself, and not by a fix."""
+    for module in root.modules():
+        call: Any = vars(module).get(_NAME)
+        while type(call).__name__ == "Watch":  # the meter's own, around whatever stood there
+            call = call.compiled
+        slot = getattr(call, "__self__", None)
+        ours = isinstance(slot, Slot)
+        if slot.found_compiled if ours else call is not None:  # type: ignore[union-attr]
+            return True
+        if is_optimized_module(module):
+            return True
+    return False
 
 
 def slot_problem(module: nn.Module) -> str | None:
