@@ -45,6 +45,7 @@ FIXES = (
     ("FW105", "compile-model"),
     ("FW118", "cross-batch-packing"),
     ("FW115", "cuda-graphs"),
+    ("FW120", "tuned-kernels"),
 )
 
 #: Fixes that change more than time and rounding, and what they change: only tried when asked for by name, or allowed.
@@ -54,6 +55,8 @@ OPT_IN: dict[str, str] = {
     "and the sequences that wait at the end of the training (two rows at most) are not trained on",
     "FW119": "what the script shows of its loss, not the training: values are those of the step before, except in the first step "
     "and in the last of each epoch",
+    "FW120": "how a run begins, and whether two runs agree to the bit: where the compile cache does not hold the kernels, "
+    "minutes are spent on a search, and another search may choose others",
 }
 
 #: Fixes that are variables set before the process starts, tried in processes of their own: the variables and the values

@@ -19,6 +19,7 @@ from flopwise.fixes.catalog.needless_mask import NeedlessMask
 from flopwise.fixes.catalog.padded_dimension import PaddedDimension
 from flopwise.fixes.catalog.recompute_off import RecomputeOff
 from flopwise.fixes.catalog.tf32_matmul import Tf32Matmul
+from flopwise.fixes.catalog.tuned_kernels import TunedKernels
 from flopwise.fixes.catalog.unpadded_batches import UnpaddedBatches
 from flopwise.fixes.interface import HEADINGS, Fix
 
@@ -41,6 +42,7 @@ FIXES: tuple[type[Fix], ...] = (
     CompileModel,
     CrossBatchPacking,
     CudaGraphs,
+    TunedKernels,
 )
 
 _INTRODUCTION = """\
