@@ -107,7 +107,6 @@ class TestDeclines:
         [
             ({"findings": {}}, "no read of a value was found"),
             ({"device": torch.device("cpu")}, "waits for a CUDA device only"),
-            ({"loaders": ()}, "do not come from a DataLoader"),
             ({"loaders": (DataLoader(Stream()),)}, "the length of an epoch is not known"),
             ({"optimizers": ()}, "0 optimizers train"),
         ],
@@ -230,6 +229,15 @@ class TestReads:
         training.epoch()
         assert applied.ready()
         assert applied.failure() == "the length of an epoch is not known"
+        applied.undo()
+
+    def test_of_batches_from_elsewhere_are_exact(self, tmp_path: Path) -> None:
+        training = Training(tmp_path, "shown.append(loss.item())")
+        training.loader = [torch.full((1, 2), n) for n in EXACT]  # type: ignore[assignment]
+        applied = _Applied(training.optimizer, "cpu")
+        assert training.epoch() == EXACT
+        assert applied.ready()
+        assert applied.failure() == "no batch was seen to come from a DataLoader"
         applied.undo()
 
     def test_in_another_library_or_in_torch_are_exact(self) -> None:

@@ -199,8 +199,6 @@ def _problem(scene: Scene) -> str | None:
         return "this Python does not tell where in a line a value is read"
     if len(scene.optimizers) != 1:
         return f"{len(scene.optimizers)} optimizers train, not one"
-    if not planned and not scene.loaders:
-        return "batches do not come from a DataLoader: the last one of an epoch is not known"
     if any(isinstance(loader.dataset, IterableDataset) for loader in scene.loaders):
         return "the length of an epoch is not known"
     return None
