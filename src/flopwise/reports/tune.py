@@ -36,7 +36,8 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
     screen.blank()
     for trial in record.trials:
         if trial.changes:
-            screen.flow("opt-in", [f"{trial.name} was allowed: {trial.changes}"])
+            does = "changes" if trial.verdict == "kept" else "would change, and is not in the plan:"
+            screen.flow("opt-in", [f"{trial.name} was allowed: it {does} {trial.changes}"])
     if record.writes:
         screen.flow("writes", _writes(record))
     for note in record.notes:

@@ -232,7 +232,14 @@ class Tuning:
             device=plans.device_name(),
             fixes=[
                 plan_records.PlannedFix(
-                    t.fix, t.name, t.setting, t.ratio, t.ci95, t.environment, t.warmup_s, t.changes
+                    t.fix,
+                    t.name,
+                    t.setting,
+                    t.ratio,
+                    t.ci95,
+                    t.environment,
+                    t.warmup_s,
+                    t.changes or None,
                 )
                 for t in kept
             ],
