@@ -197,7 +197,9 @@ class Packed:
         if self._fixed is not None:
             if on_host and compiled and self.positions > MOST_MASKED:
                 raise Unfit(f"a mask for {self.positions} positions is too large")
-            return Segments(self._ends, self._fixed.width, self._fixed.lengths(padding.lengths))
+            parts = self._fixed.lengths(padding.lengths)
+            ends = self._ends if compiled else self._ends[: len(parts) + 1]  # no empty sequences
+            return Segments(ends, self._fixed.width, parts)
         if not compiled:
             return Segments(self._ends, max(lengths), lengths)
         if on_host and self.positions > MOST_MASKED:
