@@ -65,6 +65,7 @@ class Trial:
     environment: dict[str, str] = field(
         default_factory=dict
     )  # variables that the process starts with
+    changes: str = ""  # of an opt-in: what it changes beside time and rounding
 
 
 @dataclass(frozen=True)

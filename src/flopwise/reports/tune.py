@@ -34,6 +34,10 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
     screen.blank()
     _trials(screen, record.trials)
     screen.blank()
+    for trial in record.trials:
+        if trial.changes:
+            does = "changes" if trial.verdict == "kept" else "would change, and is not in the plan:"
+            screen.flow("opt-in", [f"{trial.name} was allowed: it {does} {trial.changes}"])
     if record.writes:
         screen.flow("writes", _writes(record))
     for note in record.notes:

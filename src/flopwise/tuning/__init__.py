@@ -162,7 +162,8 @@ class Tuning:
         asked, tried = self.state.asked, self.tried
         proof: Proof | None = None
         plan: Path | None = None
-        trials, notes = tried.trials, [*tried.notes, *self.notes]
+        trials = [replace(t, changes=plans.OPT_IN.get(t.fix, "")) for t in tried.trials]
+        notes = [*tried.notes, *self.notes]
         pays = None
         if concluded is not None:
             proof = concluded.proof
@@ -231,7 +232,14 @@ class Tuning:
             device=plans.device_name(),
             fixes=[
                 plan_records.PlannedFix(
-                    t.fix, t.name, t.setting, t.ratio, t.ci95, t.environment, t.warmup_s
+                    t.fix,
+                    t.name,
+                    t.setting,
+                    t.ratio,
+                    t.ci95,
+                    t.environment,
+                    t.warmup_s,
+                    t.changes or None,
                 )
                 for t in kept
             ],

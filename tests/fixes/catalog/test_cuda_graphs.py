@@ -298,3 +298,19 @@ class TestFailures:
         )
         assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
         assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_compile_model_beside_it_is_no_reason_and_the_scripts_own_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "compiler_problem", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "_memory_problem", lambda scene: None)
+    model = net()
+    compiled = compile_model._Applied([model], 60.0)
+    compiled.enable()
+    assert isinstance(CudaGraphs().check(scene(model)), Eligible)
+    compiled.undo()
+    model.last.compile(backend="eager")
+    answer = CudaGraphs().check(scene(model))
+    assert isinstance(answer, Declined)
+    assert "compiles its model itself" in answer.reason
