@@ -146,7 +146,7 @@ class World:
         to_the_end(self.subject._all(), self.row)
         assert looks == ["away", "back"] * (len(looks) // 2)
         assert session.live
-        return {trial.fix: trial for trial in self.subject._trials}
+        return {trial.fix: trial for trial in self.subject.trials}
 
 
 @dataclasses.dataclass
@@ -340,7 +340,7 @@ def test_what_is_kept_takes_its_warm_up_in_every_process_of_the_proof(
     world.fixes(A={"late": True})
     monkeypatch.setattr(Switch, "compile_s", 7.0)
     world.tune(tmp_path, processes=3)
-    assert world.subject._races.deadline == pytest.approx(1000 + 3600 - 3 * 7, abs=0.3)
+    assert world.subject.races.deadline == pytest.approx(1000 + 3600 - 3 * 7, abs=0.3)
 
 
 def test_the_end_of_the_trials_is_silent_in_a_thread_that_trains(
@@ -384,9 +384,9 @@ def test_a_control_of_an_earlier_process_is_not_run_again(
         began = world.now
         world.tune(tmp_path, aa=aa)
         assert (world.now - began > 6) == (stored is None)  # eight pairs of blocks
-        assert world.subject._races.control is not None
-        assert (world.subject._races.control == SOUND) == (stored is not None)
-        assert world.subject._notes == []
+        assert world.subject.races.control is not None
+        assert (world.subject.races.control == SOUND) == (stored is not None)
+        assert world.subject.notes == []
 
 
 def test_a_control_with_too_few_pairs_is_said_so(
@@ -395,8 +395,8 @@ def test_a_control_with_too_few_pairs_is_said_so(
     world = World(monkeypatch, lambda on: 0.1)
     world.fixes()
     world.tune(tmp_path, budget_s=4)
-    assert len(world.subject._notes) == 1
-    assert "too few pairs" in world.subject._notes[0]
+    assert len(world.subject.notes) == 1
+    assert "too few pairs" in world.subject.notes[0]
 
 
 def test_predicted_gains_are_the_fixs_own_or_that_of_its_first_finding() -> None:

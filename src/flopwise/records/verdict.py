@@ -27,6 +27,7 @@ class Comparison:
     spread_frac: float  # standard deviation of the log ratio of one pair
     minimum_detectable_frac: float  # smallest gain that as many pairs would show (80 % power)
     note: str | None = None
+    processes: int = 1  # that the pairs are from; of pairs of processes: 1
 
 
 @dataclass(frozen=True)

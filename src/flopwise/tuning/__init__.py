@@ -28,6 +28,7 @@ from flopwise.reports.terminal import render_tune
 from flopwise.trials.proof import Conclusion
 from flopwise.tuning import state as states
 from flopwise.tuning.budget import Budget
+from flopwise.tuning.pooling import Pools
 from flopwise.tuning.process_trials import try_in_processes
 from flopwise.tuning.processes import Processes
 from flopwise.tuning.proving import break_even, prove
@@ -64,7 +65,10 @@ class Tuning:
             state.asked.job(), self.folder, self.budget, self.quiet, state.asked.allowed, state.writes,
             self._starts,
         )  # fmt: skip
-        self.tried = Tried(state.trials, state.aa, state.trial_torch, state.notes, state.attempts)
+        self.tried = Tried(
+            state.trials, state.aa, state.trial_torch, state.notes, state.attempts, Pools(state.turns),
+            state.short, state.shares,
+        )  # fmt: skip
 
     def run(self) -> TuneRecord:
         """Returns what the tune found; stored as tune.json and plan.toml in the folder.
@@ -106,6 +110,7 @@ class Tuning:
     def _keep(self, state: State, tried: Tried) -> None:
         state.used_s, state.spent = self.budget.used_s(), dict(self.budget.spent)
         state.aa, state.trial_torch, state.attempts = tried.aa, tried.torch, tried.attempts
+        state.short, state.shares = tried.short, tried.shares
         states.save(self.folder, state)
 
     @contextmanager
@@ -136,7 +141,9 @@ class Tuning:
         asked = self.state.asked
         single = [code for code in asked.codes if code not in plans.ENVIRONMENT]
         whole = [code for code in asked.codes if code in plans.ENVIRONMENT]
-        how = Trying(asked.per_fix_s, findings_of(baseline), asked.steps_remaining, whole)
+        how = Trying(
+            asked.per_fix_s, findings_of(baseline), asked.steps_remaining, whole, len(asked.codes)
+        )
         with self._part("trials"):
             try_fixes(self.processes, single, how, self.tried, self.save)
             self.tried.trials[:] = [too_dear(t, asked.steps_remaining) for t in self.tried.trials]
