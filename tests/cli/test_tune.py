@@ -73,6 +73,9 @@ def test_a_dry_run_makes_no_tune(asked: list[Any]) -> None:
         ("--resume old --allow-writes x", "--allow-writes is of a new tune"),
         ("--resume old other.py", "that tune is of another command: train.py --lr 1. Leave it out"),
         ("--steps-remaining 0 train.py", "must be 1 or more"),
+        ("--nnodes 2 --nproc-per-node 8 train.py", "--nnodes=2: a tune starts its processes on one machine"),
+        ("--dry-run --nnodes 1:4 train.py", "Tune on one machine with as many ranks as it has devices"),
+        ("-- python3 -m torch.distributed.run --nnodes=2 train.py", "flopwise run --plan PLAN --nnodes ... SCRIPT"),
         ("", "nothing to run"),
     ],
 )  # fmt: skip

@@ -130,11 +130,20 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     """Returns what was asked for.
 
     Raises:
-        UsageError: nothing to run, or it cannot be found.
+        UsageError: nothing to run, it cannot be found, or it spans several machines.
     """
+    from flopwise.launch.machines import several
     from flopwise.tuning.state import Asked
 
     job = job_of(arguments)
+    machines = several(job)
+    if machines is not None:
+        raise UsageError(
+            f"{machines}: a tune starts its processes on one machine, and fixes must be switched at the same step on all of "
+            "them. Nothing was started. Tune on one machine with as many ranks as it has devices (--nproc-per-node N, without "
+            "the options for several), then start the whole job with the plan: flopwise run --plan PLAN --nnodes ... SCRIPT. "
+            "flopwise run measures on several machines as ever"
+        )
     return Asked(
         command=arguments.typed,
         argv=job.argv,

@@ -351,8 +351,9 @@ class Driver:
         """Gets ready for pairs of one fix beside what else is on."""
         untried = sum(trial.comparison is None for trial in self.trials)
         self.races.comparisons = max(1, self._comparisons - untried)
-        code = candidate.fix.code
-        self.pool.begin(code, self.on(candidate), [code], [self.known(candidate)])
+        code, on = candidate.fix.code, self.on(candidate)
+        washout_steps = self.pool.washout_steps(code, on)
+        self.pool.begin(code, on, [code], [self.known(candidate)], washout_steps)
 
     def judged(self, candidate: Candidate, result: Result) -> None:
         """Takes the verdict on a fix, and leaves it on if it is kept."""

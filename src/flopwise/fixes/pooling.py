@@ -8,7 +8,7 @@ from typing import Any
 
 from flopwise.records.pool import ALL, CONTROL, BlockPair, Shares, Standing, Turn
 from flopwise.records.verdict import Trial
-from flopwise.trials.schedule import MIN_PAIRS, Pair
+from flopwise.trials.schedule import MIN_PAIRS, WASHOUT_STEPS, Pair
 from flopwise.trials.sequential import fewest_pairs
 
 #: A comparison that has enough pairs and no verdict gets so many more in a row, before the next one has its turn.
@@ -33,7 +33,12 @@ class Pooling:
         self.turns: list[Turn] = []
 
     def begin(
-        self, what: str, on: Iterable[str], codes: Sequence[str], known: Sequence[Trial] = ()
+        self,
+        what: str,
+        on: Iterable[str],
+        codes: Sequence[str],
+        known: Sequence[Trial] = (),
+        washout_steps: int = WASHOUT_STEPS,
     ) -> None:
         """Tells what the pairs to come compare.
 
@@ -42,9 +47,11 @@ class Pooling:
             on: codes of the fixes that this process has on in both arms.
             codes: of those that are on in the new arm only.
             known: of these fixes, without a verdict.
+            washout_steps: after each switch.
         """
         beside = self._beside(what, on)
-        self.turns.append(Turn(self._process, what, beside, [], list(codes), 0.0, list(known)))
+        turn = Turn(self._process, what, beside, [], list(codes), 0.0, washout_steps, list(known))
+        self.turns.append(turn)
 
     def take(self, pair: Pair, compared_s: float) -> None:
         """Takes a pair of the turn that was begun last, which has lasted for `compared_s` by now."""
@@ -70,6 +77,11 @@ class Pooling:
         have += before.pairs if before is not None else 0
         least = MIN_PAIRS if what == CONTROL else max(MIN_PAIRS, fewest_pairs(alpha))
         return least - have if have < least else TURN_PAIRS
+
+    def washout_steps(self, what: str, on: Iterable[str]) -> int:
+        """Returns how many steps to drop after each switch."""
+        before = self._standings.get(_key(what, self._beside(what, on)))
+        return WASHOUT_STEPS if before is None else before.washout_steps
 
     def _beside(self, what: str, on: Iterable[str]) -> list[str]:
         # Equal arms are equal whatever is on.

@@ -179,8 +179,8 @@ class Races:
         schedule = Schedule(self.seed, plan.block_steps, plan.washout_steps, every)
         deadline = self.limit_s(self.clock() if started is None else started)
         started = self.clock()
-        if applied is not None and schedule.arm == "new":
-            applied.enable()
+        if applied is not None:
+            (applied.enable if schedule.arm == "new" else applied.disable)()
         waiting: deque[tuple[Row, Row]] = deque()
         before = yield
         while True:

@@ -137,8 +137,10 @@ class Short:
         if standing is not None and standing.closed:
             return
         codes = sorted(c.fix.code for c in tried)
-        self._pool.begin(ALL, (), codes, [self._driver.known(c) for c in tried])
-        yield from self._some(Together(tried), self._pool.quota(ALL, (), self._alpha()))
+        known, washout_steps = [self._driver.known(c) for c in tried], self._pool.washout_steps(ALL, ())  # fmt: skip
+        self._pool.begin(ALL, (), codes, known, washout_steps)
+        pairs = self._pool.quota(ALL, (), self._alpha())
+        yield from self._some(Together(tried), pairs, washout_steps)
         for candidate in tried:
             candidate.applied.enable()
 
@@ -161,7 +163,7 @@ class Short:
             driver.begin(candidate)
             if not alone:
                 pairs = self._pool.quota(code, on, self._alpha())
-                yield from self._some(applied, pairs)
+                yield from self._some(applied, pairs, self._pool.washout_steps(code, on))
                 trouble = driver.first(applied.failure())
                 if trouble is None:
                     applied.enable()
@@ -178,16 +180,19 @@ class Short:
         driver.write()
         return True
 
-    def _some(self, applied: Applied | None, pairs: int) -> Steps:
+    def _some(
+        self, applied: Applied | None, pairs: int, washout_steps: int = WASHOUT_STEPS
+    ) -> Steps:
         """Makes some pairs, which are judged later."""
         comparison = PairedComparison(comparisons=self._races.comparisons)
-        yield from self._races.compare(self._plan(), comparison, applied, pairs=pairs)
+        yield from self._races.compare(self._plan(washout_steps), comparison, applied, pairs=pairs)
         self._driver.write()
 
-    def _plan(self) -> BlockPlan:
+    def _plan(self, washout_steps: int = WASHOUT_STEPS) -> BlockPlan:
         """Returns the shortest blocks, since there are few steps for many."""
-        block = math.ceil(SHORTEST_BLOCK_S / max(self._step_s(), 1e-9))
-        return BlockPlan(max(FEWEST_BLOCK_STEPS, block), WASHOUT_STEPS, math.nan, 1, True)
+        step_s = self._step_s()
+        block = math.ceil(SHORTEST_BLOCK_S / step_s) if step_s else 0
+        return BlockPlan(max(FEWEST_BLOCK_STEPS, block), washout_steps, math.nan, 1, True)
 
     def _step_s(self) -> float:
         shares = self._pool.shares

@@ -32,6 +32,7 @@ class Turn:
     pairs: list[BlockPair] = field(default_factory=list)
     codes: list[str] = field(default_factory=list)  # of the fixes that are on in the new arm only
     compared_s: float = 0.0  # what they took
+    washout_steps: int = 2  # that were dropped after each switch
     #: The fixes as far as they are known without a verdict: setting, numbers, what was predicted.
     known: list[Trial] = field(default_factory=list)
 
@@ -44,6 +45,7 @@ class Standing:
     beside: list[str]
     pairs: int
     closed: bool = False  # it needs no more
+    washout_steps: int = 2  # for the next pairs
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,9 @@ from flopwise.trials.sequential import fewest_pairs
 ENOUGH, ENOUGH_PROCESSES = 2, 3
 #: In no case are there more pairs.
 MOST_PAIRS = 40
+#: Where blocks had not settled after a switch, they are compared anew with so many steps between.
+LONG_WASHOUT_STEPS = 8
+MOST_UNSETTLED = 6  # processes, and then it is given up
 
 
 @dataclass
@@ -32,9 +35,9 @@ class Pools:
         return sum(len(turn.pairs) for turn in self.now(what))
 
     def now(self, what: str) -> list[Turn]:
-        """Returns the turns of a comparison beside the fixes that were on in the last of them."""
+        """Returns the turns of a comparison that were made as the last of them: beside the same fixes, with the same wash-out."""
         turns = [turn for turn in self.turns if turn.what == what and turn.pairs]
-        return [t for t in turns if (t.beside, t.codes) == (turns[-1].beside, turns[-1].codes)]
+        return [turn for turn in turns if _manner(turn) == _manner(turns[-1])]
 
     def compared(self, what: str, comparisons: int) -> PairedComparison:
         """Returns a comparison of all pairs of all processes."""
@@ -61,11 +64,19 @@ class Pools:
         """Returns how far each comparison has come, for the next process."""
         found = []
         for what in dict.fromkeys(turn.what for turn in self.turns):
-            closed = what == ALL and over(self.compared(ALL, comparisons))
-            now = self.now(what)
-            if now:
-                found.append(Standing(what, now[-1].beside, self.pairs(what), closed))
+            comparison, now = self.compared(what, comparisons), self.now(what)
+            if not now:
+                continue
+            closed = what == ALL and over(comparison)
+            pairs, washout = self.pairs(what), now[-1].washout_steps
+            if comparison.unsettled and washout < LONG_WASHOUT_STEPS:
+                pairs, washout = 0, LONG_WASHOUT_STEPS
+            found.append(Standing(what, now[-1].beside, pairs, closed, washout))
         return found
+
+
+def _manner(turn: Turn) -> tuple[list[str], list[str], int]:
+    return turn.beside, turn.codes, turn.washout_steps
 
 
 def over(comparison: PairedComparison) -> bool:
@@ -73,6 +84,8 @@ def over(comparison: PairedComparison) -> bool:
     n, least = comparison.pairs, max(MIN_PAIRS, fewest_pairs(comparison.alpha))
     if n < least:
         return False
+    if comparison.unsettled and comparison.processes < MOST_UNSETTLED:
+        return False  # it is compared once more, with a longer wash-out
     many = n >= ENOUGH * least and comparison.processes >= ENOUGH_PROCESSES
     hopeless = many or n >= MOST_PAIRS or comparison.futile(MOST_PAIRS)
     return hopeless or comparison.outcome() != "not shown"

@@ -17,6 +17,7 @@ from flopwise.plans import FIXES
 from flopwise.records.pool import Shares, Turn
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import Comparison, Trial
+from flopwise.reports.figures import counted
 from flopwise.tuning.pooling import Pools, judge, last_word
 from flopwise.tuning.processes import Processes, output_of
 
@@ -170,7 +171,7 @@ def _process(
 def _named(code: str, name: str, tried: Tried) -> str:
     """Returns a fix in words, with how far its comparison has come."""
     pairs = tried.pools.pairs(code)
-    return f"{name} ({pairs} pairs so far)" if pairs else name
+    return f"{name} ({counted(pairs, 'pair', 'pairs')} so far)" if pairs else name
 
 
 def _complete(folder: Path) -> bool:
