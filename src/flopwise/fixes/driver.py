@@ -80,6 +80,7 @@ class Driver:
         self.findings: dict[str, float | None] = dict(options.get("findings") or {})
         self.trials: list[Trial] = []
         self.tried: list[Candidate] = []  # together, just now
+        self.handed: list[Trial] = []  # to the parent, which compares them in fresh processes
         self.kept: list[Candidate] = []
         self.notes: list[str] = []
         self._steps: Steps | None = None
@@ -244,9 +245,23 @@ class Driver:
         except Exception as raised:
             self.add_of(candidate, self.failed(raised))
             held = False
-        if not held:
+        if not held or self.hands_over(candidate):
             candidate.applied.undo()
-        return candidate if held else None
+            return None
+        return candidate
+
+    def hands_over(self, candidate: Candidate, reason: str = "") -> bool:
+        """Hands a fix over to be compared in fresh processes, if it is such a one; returns whether it is.
+
+        Args:
+            candidate: of the fix, its numbers compared.
+            reason: why it could not be compared here; "": it has not been tried.
+        """
+        fix = candidate.fix
+        if not (fix.in_processes or (reason and fix.starts())):
+            return False
+        self.handed.append(dataclasses.replace(self.known(candidate), reason=reason))
+        return True
 
     def _scene(self, rows: list[Row]) -> Scene:
         """Returns the scene, with what its steps were made of at first where that is known from an earlier process."""
@@ -345,6 +360,10 @@ class Driver:
             result = yield from self.races.race(candidate, rows)
         except Exception as error:
             result = self.failed(error)
+        broken = self.first(candidate.applied.failure()) is not None
+        if result.incomparable and not broken and self.hands_over(candidate, result.reason):
+            self.pool.drop(candidate.fix.code)
+            return
         self.judged(candidate, result)
 
     def begin(self, candidate: Candidate) -> None:
@@ -519,6 +538,7 @@ class Driver:
             "notes": self.notes,
             "pools": [dataclasses.asdict(turn) for turn in self.pool.turns if turn.pairs],
             "shares": dataclasses.asdict(self.pool.shares) if self.pool.shares else None,
+            "handed": [dataclasses.asdict(trial) for trial in self.handed],
             "comparisons": self.races.comparisons,
         }
         if self.races.ranks.rank == 0:

@@ -58,6 +58,7 @@ class Result:
     reason: str
     comparison: Comparison | None = None
     warmup_s: float | None = None
+    incomparable: bool = False  # in a running process, though there was time
 
 
 @dataclass
@@ -97,7 +98,8 @@ class Races:
         trouble = yield from self._settle(applied, steps_s)
         without_s = sum(row.end_ns for row in rows) / len(rows) * 1e-9
         if trouble:
-            return Result("declined", trouble + seen_steps(steps_s[-1:], without_s))
+            words = trouble + seen_steps(steps_s[-1:], without_s)
+            return Result("declined", words, incomparable=not self.over())
         with_s = median(steps_s[-SETTLED_STEPS:])
         settling_s = self.clock() - started - (len(steps_s) + 1) * with_s
         warmup_s = compiled_s + max(0.0, settling_s)
@@ -143,7 +145,8 @@ class Races:
                 seen,
             )
         if found is None or trouble:
-            return Result("declined", str(trouble), found)
+            apart = found is None and not self.over()
+            return Result("declined", str(trouble), found, incomparable=apart)
         verdict = "kept" if found.outcome == "faster" else "not kept"
         return Result(verdict, verdict_reason(found, warmup_s), found, warmup_s)
 

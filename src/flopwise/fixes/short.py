@@ -96,7 +96,8 @@ class Short:
             if self._races.ranks.all(all(c.applied.ready() for c in applied)):
                 break
         for candidate in applied:
-            if snapshot is not None and self._holds(candidate, snapshot):
+            held = snapshot is not None and self._holds(candidate, snapshot)
+            if held and not driver.hands_over(candidate):
                 tried.append(candidate)
             else:
                 candidate.applied.undo()

@@ -131,6 +131,11 @@ class PairedComparison:
         """Returns whether an outcome is withheld for nothing but that blocks had not settled after a switch."""
         return bool(self._effect.direction) and self._judge()[1][:1] == [self._unsettled_words()]
 
+    @property
+    def wants_processes(self) -> bool:
+        """Returns whether all pairs together show a difference, and only the processes are too few, or too unlike, for it."""
+        return bool(self._effect.sequence.direction) and not self._effect.direction
+
     def futile(self, most_pairs: int) -> bool:
         """Returns whether to give up: so many pairs would not show a gain that can still be hoped for.
 
@@ -139,9 +144,9 @@ class PairedComparison:
         alone: of gains that just as many pairs would show in 80 % of trials, one in twenty (docs/trials.md).
         """
         n, sequence = self.pairs, self._effect.sequence
-        if n < FUTILE_PAIRS or n >= most_pairs or self.outcome() != "not shown":
+        if n < FUTILE_PAIRS or n >= most_pairs or sequence.direction:
             return False
-        detectable = self._effect.detectable()
+        detectable = sequence.detectable()
         if detectable is None:
             return False
         hoped = 2 * sequence.spread / math.sqrt(n) - sequence.mean
@@ -351,6 +356,7 @@ def compare_runs(
     new_means_s: Sequence[float],
     steps: int,
     margin_frac: float | None = None,
+    comparisons: int = 1,
 ) -> Comparison:
     """Returns the comparison of fresh processes, paired in the order in which they ran.
 
@@ -362,11 +368,12 @@ def compare_runs(
         new_means_s: the same for the new arm.
         steps: timed steps a process.
         margin_frac: see `PairedComparison`.
+        comparisons: see `PairedComparison`; 1 for the final proof, which is one.
 
     Raises:
         ValueError: fewer than 3 processes an arm, unequal numbers, or a mean that is not positive.
     """
-    ratio = independent_ratio(old_means_s, new_means_s)
+    ratio = independent_ratio(old_means_s, new_means_s, 1 - 0.05 / comparisons)
     outcome = "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else "not shown"
     if margin_frac is not None:
         inside = 1 / (1 + margin_frac) <= ratio.low and ratio.high <= 1 + margin_frac

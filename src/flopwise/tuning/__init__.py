@@ -67,7 +67,7 @@ class Tuning:
         )  # fmt: skip
         self.tried = Tried(
             state.trials, state.aa, state.trial_torch, state.notes, state.attempts, Pools(state.turns),
-            state.short, state.shares,
+            state.short, state.shares, state.handed,
         )  # fmt: skip
 
     def run(self) -> TuneRecord:
@@ -147,10 +147,7 @@ class Tuning:
         with self._part("trials"):
             try_fixes(self.processes, single, how, self.tried, self.save)
             self.tried.trials[:] = [too_dear(t, asked.steps_remaining) for t in self.tried.trials]
-            if whole:
-                try_in_processes(
-                    self.processes, whole, how.findings, self.tried, self.state.runs_of, self.save
-                )
+            try_in_processes(self.processes, whole, how, self.tried, self.state, self.save)
         self.state.tried = True
         self.save()
 

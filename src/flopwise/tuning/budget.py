@@ -127,13 +127,13 @@ class Budget:
             f"of the budget of {self.given_s:.0f} s were left. --budget {rounded_up(enough)} would do"
         )
 
-    def unfinished(self, what: str, number: int, ran_s: float) -> str:
+    def unfinished(self, what: str, number: int, ran_s: float, total: int | None = None) -> str:
         """Returns what is to be said of pairs (a proof) whose process `number` the budget ended after `ran_s` seconds."""
-        each_s = max(self.process_s, ran_s)
-        enough = self.used_s() + MARGIN * (2 * self.processes - number + 1) * each_s
+        each_s, total = max(self.process_s, ran_s), total or 2 * self.processes
+        enough = self.used_s() + MARGIN * (total - number + 1) * each_s
         return (
             f"the {what} was not finished: the budget of {self.given_s:.0f} s was over in process {number} of "
-            f"{2 * self.processes}, which had run for {ran_s:.0f} s (reckoned with: {self.process_s:.0f} s). "
+            f"{total}, which had run for {ran_s:.0f} s (reckoned with: {self.process_s:.0f} s). "
             f"--budget {rounded_up(enough)} would do"
         )
 

@@ -21,7 +21,8 @@ ENOUGH, ENOUGH_PROCESSES = 2, 3
 MOST_PAIRS = 40
 #: Where blocks had not settled after a switch, they are compared anew with so many steps between.
 LONG_WASHOUT_STEPS = 8
-MOST_UNSETTLED = 6  # processes, and then it is given up
+#: A difference that all pairs show gets so many processes to be shown in.
+MOST_PROCESSES = 8
 
 
 @dataclass
@@ -84,8 +85,8 @@ def over(comparison: PairedComparison) -> bool:
     n, least = comparison.pairs, max(MIN_PAIRS, fewest_pairs(comparison.alpha))
     if n < least:
         return False
-    if comparison.unsettled and comparison.processes < MOST_UNSETTLED:
-        return False  # it is compared once more, with a longer wash-out
+    if comparison.processes < MOST_PROCESSES and (comparison.unsettled or comparison.wants_processes):  # fmt: skip
+        return False  # with a longer wash-out, or another process, it may be shown
     many = n >= ENOUGH * least and comparison.processes >= ENOUGH_PROCESSES
     hopeless = many or n >= MOST_PAIRS or comparison.futile(MOST_PAIRS)
     return hopeless or comparison.outcome() != "not shown"

@@ -70,9 +70,13 @@ class State:
     turns: list[Turn] = field(default_factory=list)  # pairs of blocks of what has no verdict
     short: bool = False  # the script ends before all has been tried
     shares: Shares | None = None
+    handed: list[Trial] = field(default_factory=list)  # fixes that are to be compared in processes
     why_untried: str | None = None
     #: Runs of pairs: by what is compared ("proof", or a fix) and arm, their folders.
     runs: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    counts: dict[str, int] = field(
+        default_factory=dict
+    )  # by fix: how many pairs of processes it has
     writes: list[list[Write]] = field(default_factory=list)  # of each process
 
     def runs_of(self, what: str) -> dict[str, list[str]]:

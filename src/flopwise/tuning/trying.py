@@ -41,6 +41,7 @@ class Tried:
     pools: Pools = field(default_factory=Pools)  # pairs of what has no verdict yet
     short: bool = False  # the script ends before all has been tried
     shares: Shares | None = None  # of its steps, as they were first
+    handed: list[Trial] = field(default_factory=list)  # verified, and to be compared in processes
 
     @property
     def kept(self) -> list[Trial]:
@@ -48,8 +49,9 @@ class Tried:
         return [trial for trial in self.trials if trial.verdict == "kept"]
 
     def open(self, codes: Sequence[str]) -> list[str]:
-        """Returns those of `codes` that have no trial yet."""
-        return [code for code in codes if code not in {trial.fix for trial in self.trials}]
+        """Returns those of `codes` that have no trial yet, and are to be tried in one process."""
+        known = {trial.fix for trial in (*self.trials, *self.handed)}
+        return [code for code in codes if code not in known]
 
     def comparisons(self, fixes: int) -> int:
         """Returns among how many comparisons the error probability is divided: of all fixes those that are compared, and all together."""
@@ -247,6 +249,7 @@ def read(folder: Path, tried: Tried) -> bool | None:
         notes = msgspec.convert(data["notes"], list[str])
         torch = str(data["torch"])
         turns = msgspec.convert(data.get("pools", []), list[Turn])
+        handed = msgspec.convert(data.get("handed", []), list[Trial])
         shares = msgspec.convert(data.get("shares"), Shares | None)
     except (OSError, ValueError, KeyError, msgspec.ValidationError):
         failed = sorted(folder.glob("failed-*.txt"))
@@ -259,7 +262,8 @@ def read(folder: Path, tried: Tried) -> bool | None:
     tried.notes += notes
     tried.pools.turns += turns
     tried.shares = tried.shares or shares
-    return bool(trials)
+    tried.handed += handed
+    return bool(trials or handed)
 
 
 def _why_untried(measurement: Measurement, result: bool | None, notes: list[str]) -> str:
