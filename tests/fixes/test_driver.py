@@ -251,3 +251,72 @@ def test_predicted_gains_are_the_fixs_own_or_that_of_its_first_finding() -> None
     assert candidates.predicted_gain(fix, Eligible(), findings) == 0.2
     assert candidates.predicted_gain(fix, Eligible(predicted_gain_frac=0.1), findings) == 0.1
     assert candidates.predicted_gain(fix, Eligible(), {}) is None
+
+
+def test_what_shows_from_the_start_of_a_process_only_is_verified_and_handed_over(
+    tmp_path: Any, world: Any
+) -> None:
+    training = world(lambda on: 0.1 * (0.5 if "B" in on else 1))
+    training.fixes(A={"in_processes": True}, B={}, C={"in_processes": True, "parity": APART})
+    trials = training.tune(tmp_path)
+    assert {code: t.verdict for code, t in trials.items()} == {"B": "kept", "C": "not kept"}
+    (handed,) = training.subject.handed
+    assert (handed.fix, handed.parity) == ("A", HELD)
+    assert all(s.undone for s in training.switches if s.fix.code == "A")
+    training.subject.write()
+    written = json.loads((tmp_path / "trials.json").read_text())
+    assert [t["fix"] for t in written["handed"]] == ["A"]
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_so_is_what_a_plan_can_put_in_first_and_does_not_settle_in_a_running_process(
+    tmp_path: Any, world: Any, starts: bool
+) -> None:
+    training = world(lambda on: 5.0 if "A" in on else 0.1)
+    own = {"at_start": classmethod(lambda cls, setting: None)} if starts else {}
+    training.fixes(A=own)
+    trials = training.tune(tmp_path, per_fix_s=10)
+    assert ("A" in trials) is not starts
+    words = [t.reason for t in training.subject.handed] if starts else [trials["A"].reason]
+    assert words[0].startswith(("not settled after", "the 10 s for one fix ended"))
+
+
+def test_what_excludes_one_that_is_on_from_the_start_is_declined(tmp_path: Any, world: Any) -> None:
+    training = world(lambda on: 0.1)
+    training.fixes(A={}, B={"conflicts": ("A",)})
+    trials = training.tune(tmp_path, fixes=["B"], kept=["A"])
+    assert trials["B"].reason == "it cannot be on together with A fix-a"
+
+
+def test_the_error_probability_is_divided_among_those_that_are_compared(
+    tmp_path: Any, world: Any
+) -> None:
+    training = world(lambda on: 0.1 * (0.5 if "A" in on else 1))
+    training.fixes(A={}, **{f"X{n}": {"parity": APART} for n in range(7)})
+    training.tune(tmp_path, comparisons=9)
+    assert training.subject.races.comparisons == 2
+
+
+def test_with_little_time_the_least_promising_go_without(tmp_path: Any, world: Any) -> None:
+    training = world(lambda on: 0.5 * 0.8 ** len(on))
+    training.fixes(A={"findings": ("L1",)}, B={}, C={"findings": ("L2",)}, L={"late": True})
+    trials = training.tune(tmp_path, budget_s=330, findings={"L1": 0.4, "L2": 0.2})
+    assert trials["B"].reason.startswith("the time for trials does not do for all fixes")
+    assert [trials[code].verdict for code in "AL"] == ["kept", "kept"]
+
+
+def test_blocks_that_have_not_settled_are_compared_again_with_a_longer_wash_out(
+    tmp_path: Any, world: Any
+) -> None:
+    since = [0]
+
+    def step_s(on: set[str]) -> float:  # with it on, the first five steps are slow
+        since[0] = since[0] + 1 if "A" in on else 0
+        return 0.1 * (1.0 if not since[0] else 0.98 if since[0] < 6 else 0.8)
+
+    training = world(step_s)
+    training.noise = 0.001
+    training.fixes(A={})
+    trials = training.tune(tmp_path, per_fix_s=120)
+    assert trials["A"].verdict == "kept"
+    assert trials["A"].ratio == pytest.approx(0.8, rel=0.01)

@@ -45,6 +45,7 @@ class Stage:
     trials: list[tuple[list[Trial], Comparison | None, list[str]]] = field(default_factory=list)
     #: Pairs that trial processes leave, one list a process; one that leaves some ends before its trials are complete.
     turns: list[list[Turn]] = field(default_factory=list)
+    handed: list[Trial] = field(default_factory=list)  # by each trial process
     left_out: set[str] = field(default_factory=set)  # fixes that a plan does not switch on
     takes_s: dict[str, float] = field(default_factory=dict)  # by the beginning of a name; else 10 s
     ends: dict[str, int] = field(default_factory=dict)  # by name: codes of what ends before a step
@@ -104,6 +105,7 @@ class Stage:
                 "aa": dataclasses.asdict(aa) if aa else None, "notes": notes,
                 "status": "complete" if turns is None else "running",
                 "pools": [dataclasses.asdict(t) for t in turns or []],
+                "handed": [dataclasses.asdict(t) for t in self.handed],
                 "shares": dataclasses.asdict(Shares(step_s=0.01)), "comparisons": 3,
             }  # fmt: skip
             (folder / "trials.json").write_text(json.dumps(content))

@@ -148,3 +148,43 @@ def test_losses_are_held_against_the_spread_of_processes_without_it(
     assert parity is not None
     assert parity.passed is passed
     assert losses_parity("identical", runs(old), [*runs(new)[:-1], dataclasses.make_dataclass("R", ["losses"])([])]) is None  # fmt: skip
+
+
+# ---------------------------------------------------------------------- handed over by a trial process
+
+HANDED = Trial("FW114", "cudnn-benchmark", "declined", "", setting={"benchmark": "True"})
+
+
+def test_what_is_handed_over_is_compared_in_processes_with_its_setting(stage: Stage) -> None:
+    stage.handed, stage.new_ms = [HANDED], {"FW114": 8.0}
+    stage.trials = [([], AA, [])]
+    record = stage.tune(codes=["FW114"])
+    pairs = [name for name in stage.options if name.startswith("pairs-FW114")]
+    assert len(pairs) == 12
+    assert stage.options["pairs-FW114-1-new"]["apply"] == [{"code": "FW114", "setting": {"benchmark": "True"}}]  # fmt: skip
+    assert "apply" not in stage.options["pairs-FW114-1-old"]
+    (trial,) = record.trials
+    assert (trial.verdict, record.kept) == ("kept", ["FW114 cudnn-benchmark"])
+
+
+def test_why_it_could_not_be_compared_in_a_running_process_is_said(stage: Stage) -> None:
+    stage.handed = [dataclasses.replace(HANDED, reason="not settled after 30 s")]
+    stage.trials, stage.new_ms = [([], AA, [])], {"FW114": 10.0}
+    (trial,) = stage.tune(codes=["FW114"]).trials
+    assert trial.verdict == "not kept"
+    assert trial.reason.endswith(
+        "in a running process it could not be compared: not settled after 30 s"
+    )
+
+
+def test_with_little_time_there_are_three_pairs_and_with_none_the_reason_is_time(
+    stage: Stage,
+) -> None:
+    stage.handed, stage.trials = [HANDED], [([], AA, [])]
+    stage.tune(codes=["FW114"], budget_s=170)
+    assert len([name for name in stage.options if name.startswith("pairs-FW114")]) == 6
+    stage.folder = stage.folder / "again"
+    stage.folder.mkdir()
+    stage.now, stage.trials = 0.0, [([], AA, [])]
+    (trial,) = stage.tune(codes=["FW114"], budget_s=140).trials
+    assert trial.reason.startswith("the time for trials was used up")
