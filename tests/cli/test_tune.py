@@ -43,13 +43,13 @@ def test_what_is_typed_is_what_is_asked(asked: list[Any], in_folder: Path) -> No
     assert a.codes == [code for code, _ in plans.FIXES if code not in plans.OPT_IN]
 
 
-def test_ten_minutes_and_no_opt_in_unless_it_is_named(
+def test_eleven_minutes_and_no_opt_in_unless_it_is_named(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plans, "OPT_IN", ("FW105",))
     main(["tune", "--out", "a", "train.py"])
     main(["tune", "--out", "b", "--fixes", "compile-model", "train.py"])
-    assert asked[0].state.asked.budget_s == 600
+    assert asked[0].state.asked.budget_s == 660
     assert "FW105" not in asked[0].state.asked.codes
     assert asked[1].state.asked.codes == ["FW105"]
 

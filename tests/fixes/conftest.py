@@ -141,7 +141,7 @@ class World:
         )  # fmt: skip
         session: Any = SimpleNamespace(
             config=SimpleNamespace(folder=tmp_path), roots=roots, rows=[0] * 9, live=True,
-            boundaries_known=lambda: True, device=torch.device("cpu"),
+            boundaries_known=lambda: True, device=torch.device("cpu"), plan=None,
         )  # fmt: skip
         self.subject = driver.Driver(session, given)
         self.complete = run(self.subject._all(), self.row, most)

@@ -184,13 +184,13 @@ def test_when_the_time_is_over_the_rest_is_declined_with_that_reason(
     assert not training.on - {code for code, t in trials.items() if t.verdict == "kept"}
 
 
-def test_what_is_kept_takes_its_warm_up_in_every_process_of_the_proof(
+def test_what_is_kept_has_its_warm_up_set_aside_once_for_the_proof(
     tmp_path: Any, world: Any
 ) -> None:
     training = world(lambda on: 0.1 * 0.5 ** len(on))
     training.fixes(A={"late": True, "compile_s": 7.0})
     training.tune(tmp_path, processes=3)
-    assert training.subject.races.deadline == pytest.approx(1000 + 3600 - 3 * 7, abs=0.3)
+    assert training.subject.races.deadline == pytest.approx(1000 + 3600 - 7, abs=0.3)
 
 
 def test_the_end_of_the_trials_is_silent_in_a_thread_that_trains(
@@ -201,7 +201,7 @@ def test_the_end_of_the_trials_is_silent_in_a_thread_that_trains(
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # Python's, not pytest's
     session: Any = SimpleNamespace(
         config=SimpleNamespace(folder=str(tmp_path)), trainers=SimpleNamespace(thread=-1),
-        detach=lambda: None, device=torch.device("cpu"),
+        detach=lambda: None, device=torch.device("cpu"), plan=None,
     )  # fmt: skip
     subject = driver.Driver(session, {"budget_s": 60, "per_fix_s": 30, "fixes": []})
 

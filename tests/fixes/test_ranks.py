@@ -160,7 +160,7 @@ def test_ranks_that_see_different_things_take_the_same_way(
         folder.mkdir()
         session: Any = SimpleNamespace(
             config=SimpleNamespace(folder=folder), roots=roots, rows=[0] * 9, live=True,
-            boundaries_known=lambda: True, device=torch.device("cpu"),
+            boundaries_known=lambda: True, device=torch.device("cpu"), plan=None,
         )  # fmt: skip
         options = {"budget_s": 3600, "per_fix_s": 60, "fixes": codes, "aa": None}
         subject = driver.Driver(session, options)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flopwise.tuning.state import Asked
 
 #: Time for everything, unless told otherwise.
-BUDGET_S = 600.0
+BUDGET_S = 660.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,7 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--budget",
         type=_seconds,
         metavar="T",
-        help="time for everything, the final proof included, e.g. 10m (default): the proof is "
+        help="time for everything, the final proof included, e.g. 11m (default): the proof is "
         "reckoned with first, and trials get the rest",
     )
     parser.add_argument(

@@ -51,7 +51,7 @@ from flopwise.trials.sequential import fewest_pairs
 #: What a comparison has found is written this often while it goes on, seconds.
 WRITE_S = 2.0
 #: Of the time for trials what compiles the model gets this share: it gains most, and takes longest to try.
-LATE_FRAC = 0.4
+LATE_FRAC = 0.5
 
 
 class Driver:
@@ -380,8 +380,8 @@ class Driver:
         self.add_of(candidate, result)
         candidate.kept = result.verdict == "kept"
         if candidate.kept:
-            # Each process of the proof warms up, too.
-            self.races.deadline -= self.processes * (result.warmup_s or 0.0)
+            # The proof warms up, too: one of its processes as this one, the others with what is in the cache by then.
+            self.races.deadline -= min(1, self.processes) * (result.warmup_s or 0.0)
             candidate.applied.enable()
             self.kept.append(candidate)
 
@@ -538,6 +538,7 @@ class Driver:
             "notes": self.notes,
             "pools": [dataclasses.asdict(turn) for turn in self.pool.turns if turn.pairs],
             "shares": dataclasses.asdict(self.pool.shares) if self.pool.shares else None,
+            "cached": self.session.plan.compile_s() if self.session.plan is not None else {},
             "handed": [dataclasses.asdict(trial) for trial in self.handed],
             "comparisons": self.races.comparisons,
         }

@@ -66,6 +66,8 @@ class Trial:
     environment: dict[str, str] = field(
         default_factory=dict
     )  # variables that the process starts with
+    #: `warmup_s` in a later process of the tune, which found in the cache what was compiled; None: no process has shown it.
+    warmup_cached_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class BreakEven:
     saved_s: float  # a step
     steps: float  # after which the warm-up has paid
     steps_remaining: int | None  # that the user said the job still has
+    cached_s: float | None = None  # `warmup_s` where the compile cache has what was compiled
 
 
 @dataclass(frozen=True)

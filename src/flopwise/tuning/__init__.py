@@ -61,13 +61,14 @@ class Tuning:
 
     def __post_init__(self) -> None:
         state = self.state
+        self.budget.cached = state.cached
         self.processes = Processes(
             state.asked.job(), self.folder, self.budget, self.quiet, state.asked.allowed, state.writes,
             self._starts,
         )  # fmt: skip
         self.tried = Tried(
             state.trials, state.aa, state.trial_torch, state.notes, state.attempts, Pools(state.turns),
-            state.short, state.shares, state.handed,
+            state.short, state.shares, state.handed, state.cached,
         )  # fmt: skip
 
     def run(self) -> TuneRecord:
@@ -172,7 +173,7 @@ class Tuning:
             proof = concluded.proof
             trials = [_as_proven(trial, concluded) for trial in trials]
             kept = [t for t in trials if t.verdict == "kept"]
-            pays = break_even(concluded, kept, asked.steps_remaining)
+            pays = break_even(concluded, kept, asked.steps_remaining, self.state.cached)
             doubt = concluded.doubt
             if (
                 doubt is None
@@ -187,6 +188,8 @@ class Tuning:
                 plan = self._write_plan(kept, proof, tried.torch or baseline.env.torch)
             else:
                 notes.append(f"{doubt}: no plan was written")
+        cached = self.state.cached
+        trials = [replace(t, warmup_cached_s=cached.get(t.fix)) if t.warmup_s else t for t in trials]  # fmt: skip
         writes, more = apart.together(self.processes.writes)
         before = Side(
             proof.comparison.old_s if proof else baseline.step_s.mean,

@@ -111,7 +111,10 @@ def _run(
         raise NothingMeasuredError(
             budget.unfinished(pairs.words, number, budget.clock() - began, total)
         )
+    took_s = budget.clock() - began
     try:
-        return measurement.folder.name, processes.conclude(measurement)
+        record = processes.conclude(measurement)
+        budget.ran(fixes, took_s, record)
+        return measurement.folder.name, record
     except NothingMeasuredError as error:
         raise NothingMeasuredError(f"the {pairs.words} failed ({doing}): {error}") from error

@@ -165,7 +165,7 @@ def _tried(
     if not begun:
         done.counts[trial.fix] = _count(budget, left_s / waiting)
     left = 2 * done.counts.get(trial.fix, budget.processes) - begun
-    if left_s < left * budget.process_s:
+    if left_s < left * budget.process_s + budget.warmups_s(tried.kept, left):
         return _as(
             trial,
             "declined",

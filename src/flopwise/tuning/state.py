@@ -74,6 +74,7 @@ class State:
     why_untried: str | None = None
     #: Runs of pairs: by what is compared ("proof", or a fix) and arm, their folders.
     runs: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    cached: dict[str, float] = field(default_factory=dict)  # by fix: warm-up with the compile cache
     counts: dict[str, int] = field(
         default_factory=dict
     )  # by fix: how many pairs of processes it has

@@ -42,6 +42,9 @@ class Tried:
     short: bool = False  # the script ends before all has been tried
     shares: Shares | None = None  # of its steps, as they were first
     handed: list[Trial] = field(default_factory=list)  # verified, and to be compared in processes
+    cached: dict[str, float] = field(
+        default_factory=dict
+    )  # by fix: its warm-up with the cache (`Budget`)
 
     @property
     def kept(self) -> list[Trial]:
@@ -249,6 +252,7 @@ def read(folder: Path, tried: Tried) -> bool | None:
         notes = msgspec.convert(data["notes"], list[str])
         torch = str(data["torch"])
         turns = msgspec.convert(data.get("pools", []), list[Turn])
+        cached = msgspec.convert(data.get("cached", {}), dict[str, float])
         handed = msgspec.convert(data.get("handed", []), list[Trial])
         shares = msgspec.convert(data.get("shares"), Shares | None)
     except (OSError, ValueError, KeyError, msgspec.ValidationError):
@@ -263,6 +267,7 @@ def read(folder: Path, tried: Tried) -> bool | None:
     tried.pools.turns += turns
     tried.shares = tried.shares or shares
     tried.handed += handed
+    tried.cached.update(cached)
     return bool(trials or handed)
 
 
