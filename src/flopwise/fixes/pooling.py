@@ -11,8 +11,9 @@ from flopwise.records.verdict import Trial
 from flopwise.trials.schedule import MIN_PAIRS, WASHOUT_STEPS, Pair
 from flopwise.trials.sequential import fewest_pairs
 
-#: A comparison that has enough pairs and no verdict gets so many more in a row, before the next one has its turn.
-TURN_PAIRS = 4
+#: A comparison that has enough pairs and no verdict gets so many more in a row, before the next one has its turn; fewer
+#: where it is processes that it wants.
+TURN_PAIRS, TURN_PAIRS_FOR_PROCESSES = 4, 2
 
 
 class Pooling:
@@ -76,7 +77,10 @@ class Pooling:
         before = self._standings.get(key)
         have += before.pairs if before is not None else 0
         least = MIN_PAIRS if what == CONTROL else max(MIN_PAIRS, fewest_pairs(alpha))
-        return least - have if have < least else TURN_PAIRS
+        if have < least:
+            return least - have
+        wants_processes = before is not None and before.wants_processes
+        return TURN_PAIRS_FOR_PROCESSES if wants_processes else TURN_PAIRS
 
     def washout_steps(self, what: str, on: Iterable[str]) -> int:
         """Returns how many steps to drop after each switch."""

@@ -46,6 +46,9 @@ class Standing:
     pairs: int
     closed: bool = False  # it needs no more
     washout_steps: int = 2  # for the next pairs
+    wants_processes: bool = (
+        False  # all pairs show a difference, and only the processes are too few for it
+    )
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class PairedComparison:
 
         Hoped for is what was seen and two standard errors more; what would show is the smallest effect to be detected,
         which shrinks with the square root of the number of pairs. Giving up calls nothing faster, so it costs power
-        alone: of gains that just as many pairs would show in 80 % of trials, one in twenty (docs/trials.md).
+        alone: a tenth of it for gains that just as many pairs would show in three of four trials (docs/trials.md).
         """
         n, sequence = self.pairs, self._effect.sequence
         if n < FUTILE_PAIRS or n >= most_pairs or sequence.direction:

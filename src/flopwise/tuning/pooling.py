@@ -72,7 +72,8 @@ class Pools:
             pairs, washout = self.pairs(what), now[-1].washout_steps
             if comparison.unsettled and washout < LONG_WASHOUT_STEPS:
                 pairs, washout = 0, LONG_WASHOUT_STEPS
-            found.append(Standing(what, now[-1].beside, pairs, closed, washout))
+            wants = comparison.wants_processes
+            found.append(Standing(what, now[-1].beside, pairs, closed, washout, wants))
         return found
 
 
