@@ -11,6 +11,10 @@ from flopwise.tuning.pairs import Pairs, run_pairs
 from flopwise.tuning.processes import Processes
 
 
+#: Less than this is no warm-up: it is within what starts differ by.
+NO_WARMUP_S = 0.1
+
+
 def prove(
     processes: Processes,
     kept: Sequence[Trial],
@@ -68,7 +72,7 @@ def break_even(
     found = concluded.proof.comparison
     warmup_s = sum(trial.warmup_s or 0.0 for trial in kept if trial.fix in concluded.applied)
     saved_s = found.old_s - found.new_s
-    if warmup_s <= 0 or saved_s <= 0:
+    if warmup_s < NO_WARMUP_S or saved_s <= 0:
         return None
     slow = [t for t in kept if t.fix in concluded.applied and t.warmup_s]
     known = all(trial.fix in cached for trial in slow)
