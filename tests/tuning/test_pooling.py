@@ -135,7 +135,14 @@ def test_a_short_script_is_started_until_all_has_a_verdict(
     assert (first["short"], first["pools"], first["process"]) == (False, [], 1)
     assert (second["short"], second["process"]) == (True, 2)
     assert second["pools"] == [
-        {"what": "FW101", "beside": [], "pairs": 1, "closed": False, "washout_steps": 2, "wants_processes": False}
+        {
+            "what": "FW101",
+            "beside": [],
+            "pairs": 1,
+            "closed": False,
+            "washout_steps": 2,
+            "wants_processes": False,
+        }
     ]
     assert second["shares"]["step_s"] == 0.01
     said = capsys.readouterr().err
