@@ -10,7 +10,6 @@ from flopwise.trials.proof import Conclusion, conclude
 from flopwise.tuning.pairs import Pairs, run_pairs
 from flopwise.tuning.processes import Processes
 
-
 #: Less than this is no warm-up: it is within what starts differ by.
 NO_WARMUP_S = 0.1
 
