@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flopwise.tuning.state import Asked
 
 #: Time for everything, unless told otherwise.
-BUDGET_S = 600.0
+BUDGET_S = 660.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,7 +47,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--budget",
         type=_seconds,
         metavar="T",
-        help="time for everything, the final proof included, e.g. 10m (default): the proof is "
+        help="time for everything, the final proof included, e.g. 11m (default): the proof is "
         "reckoned with first, and trials get the rest",
     )
     parser.add_argument(
@@ -139,12 +139,21 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     """Returns what was asked for.
 
     Raises:
-        UsageError: nothing to run, or it cannot be found.
+        UsageError: nothing to run, it cannot be found, or it spans several machines.
     """
+    from flopwise.launch.machines import several
     from flopwise.plans import codes_of
     from flopwise.tuning.state import Asked
 
     job = job_of(arguments)
+    machines = several(job)
+    if machines is not None:
+        raise UsageError(
+            f"{machines}: a tune starts its processes on one machine, and fixes must be switched at the same step on all of "
+            "them. Nothing was started. Tune on one machine with as many ranks as it has devices (--nproc-per-node N, without "
+            "the options for several), then start the whole job with the plan: flopwise run --plan PLAN --nnodes ... SCRIPT. "
+            "flopwise run measures on several machines as ever"
+        )
     return Asked(
         command=arguments.typed,
         argv=job.argv,

@@ -120,6 +120,11 @@ class Plan:
                 alone=finish.identity()[1] == 1,
             )
 
+    def compile_s(self) -> dict[str, float]:
+        """Returns what compiling has taken in this run, by fix: little, where the cache had it."""
+        on = [(one.code, one.applied) for one in self._on if one.applied is not None]
+        return {code: applied.compile_s for code, applied in on if applied.compile_s}
+
     def _switch_on(self, fix: Fix) -> str | None:
         """Returns why a fix is not on, None if it is."""
         scene = scene_of(self._session)

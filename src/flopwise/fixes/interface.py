@@ -171,6 +171,8 @@ class Fix(ABC):
     changes: ClassVar[str] = ""
     #: Tried on top of all that was kept, and not together with the others: it compiles what it finds.
     late: ClassVar[bool] = False
+    #: What it changes shows from the start of a process only: it is verified in a running one, and compared in fresh ones.
+    in_processes: ClassVar[bool] = False
     #: Codes of fixes that must not be on together with it; of two, the one that gains more alone stays.
     conflicts: ClassVar[tuple[str, ...]] = ()
 
@@ -193,6 +195,11 @@ class Fix(ABC):
             ValueError: the setting is not one of this fix.
         """
         return None
+
+    @classmethod
+    def starts(cls) -> bool:
+        """Returns whether a plan can put it in before the script builds anything."""
+        return cls.at_start.__func__ is not Fix.at_start.__func__  # type: ignore[attr-defined]
 
     @classmethod
     def environment(cls, setting: Mapping[str, str]) -> dict[str, str]:
