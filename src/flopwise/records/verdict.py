@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from flopwise.records.comparison import LineChange
+
 SCHEMA = "flopwise.tune/1"
 
 
@@ -65,6 +67,26 @@ class Trial:
     environment: dict[str, str] = field(
         default_factory=dict
     )  # variables that the process starts with
+    findings: list[str] = field(default_factory=list)  # codes of what it is the cure of
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a step, which fixes do not change, and how fast it was done. What it is made of: docs/tune-report.md."""
+
+    unit: str  # "real tokens" | "samples" | "steps": in what the work of both arms is counted
+    per_step: float  # of these, as it is
+    old_per_s: float  # mean over the processes of the arm
+    new_per_s: float | None  # None: there is no run with the fixes
+    model_flops_per_step: float | None  # of tokens of use, as it is; with padding: at least so many
+    old_counted_flops_per_step: float | None  # needed for what was computed, padding included
+    new_counted_flops_per_step: float | None
+    padding_frac: float | None  # of the positions, as it is; None: padding is not visible
+    mfu_old: float | None  # of `model_flops_per_step`
+    mfu_new: float | None
+    mfu_reason: str | None  # why there is none, or what limits it
+    tokens_per_unit: float | None = None  # of a sample; None: not seen, or some are padding
+    note: str | None = None  # why a finer unit was not taken
 
 
 @dataclass(frozen=True)
@@ -76,9 +98,10 @@ class Proof:
     first_loss_old: float | None
     first_loss_new: float | None
     exit_codes_equal: bool
-    mfu_old: float | None = None  # mean over the processes of the arm; None: not known of all
+    mfu_old: float | None = None  # of the same work, see `work`; None: not known of all processes
     mfu_new: float | None = None
     losses: str | None = None  # how the losses of a later step of the arms differ, in words
+    work: Work | None = None  # None: in records of older versions
 
 
 @dataclass(frozen=True)
@@ -90,6 +113,7 @@ class TimeUse:
     trials_s: float
     proof_s: float
     reserved_s: float  # what was set aside for the proof
+    after_s: float = 0.0  # the profiled run with what was kept
 
 
 @dataclass(frozen=True)
@@ -128,6 +152,49 @@ class BreakEven:
     saved_s: float  # a step
     steps: float  # after which the warm-up has paid
     steps_remaining: int | None  # that the user said the job still has
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the plan saves over some steps; below 0 where it costs more."""
+
+    scope: str  # "step" | "epoch" | "run": the steps that the user said are left
+    steps: float
+    s: float  # of the run, the warm-up is taken off
+    j: float | None  # of the devices, the warm-up not taken off; None: not measured
+    usd: float | None  # of the time; None: no price was given
+
+
+@dataclass(frozen=True)
+class Savings:
+    """Time, energy and money of a step before and after, as the processes of the final proof took them."""
+
+    old_s: float
+    new_s: float
+    old_j: float | None  # of all devices, a step
+    new_j: float | None
+    energy: str  # what the joules cover, or why there are none
+    usd_per_device_hour: float | None  # as the user gave it
+    devices: int | None  # that it is paid for; on a CPU a device is a host
+    old_usd: float | None  # a step
+    new_usd: float | None
+    saved: list[Saved]
+    epoch: str  # how the steps of an epoch are known, or why they are not
+    tune_usd: float | None  # what the tune itself has cost, all of its time
+    tune_steps: float | None  # after which time of the tune and warm-up are saved; None: never
+
+
+@dataclass(frozen=True)
+class Ledgers:
+    """The ledger before and after. Both processes were profiled, and are none of the proof's."""
+
+    old_s: float  # undisturbed step of the script as it is
+    new_s: float  # with what was kept
+    old_trusted: bool
+    new_trusted: bool
+    lines: list[LineChange]  # in the order of the ledger
+    credits: dict[str, list[str]]  # by line: kept fixes that are the cure of what it holds
+    doubts: list[str]  # what is not alike, or in doubt, in words
 
 
 @dataclass(frozen=True)
@@ -172,6 +239,10 @@ class TuneRecord:
     more_writes: int = 0  # that are not listed
     sessions: int = 1  # 1, and one more for each time it was resumed
     resume: str | None = None  # the folder, where a longer time would have tried or proven more
+    savings: Savings | None = None  # None: no plan was written
+    ledgers: Ledgers | None = None
+    ledgers_reason: str | None = None  # why there are none
+    multiplied: float | None = None  # the ratios of all kept fixes, multiplied: not what they give
 
 
 def stored(record: TuneRecord) -> dict[str, Any]:

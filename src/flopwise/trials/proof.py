@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import Proof
 from flopwise.trials.compare import compare_runs
+from flopwise.trials.work import work_of
 
 #: How a run's notes begin that name the fixes which a plan has switched on, and those it has not.
 APPLIED, NOT_APPLIED = "applied by the plan: ", "planned fix "
@@ -56,6 +57,7 @@ def conclude(
             f"a process of the final proof timed {timed} of the {steps} steps that were asked for: the script ended before, "
             "or leading steps were slow and are left out"
         )
+    work = work_of(old, new)
     proof = Proof(
         comparison=compare_runs(
             [run.step_s.mean for run in old], [run.step_s.mean for run in new], timed
@@ -64,9 +66,10 @@ def conclude(
         first_loss_old=_first_loss(old[0]),
         first_loss_new=_first_loss(new[0]),
         exit_codes_equal=len({run.exit_code for run in (*old, *new)}) == 1,
-        mfu_old=_mean_mfu(old),
-        mfu_new=_mean_mfu(new),
+        mfu_old=work.mfu_old,
+        mfu_new=work.mfu_new,
         losses=compare_losses([_later_loss(run) for run in old], [_later_loss(run) for run in new]),
+        work=work,
     )
     return Conclusion(proof, applied, _doubt(proof, on, applied, planned), notes)
 
@@ -126,7 +129,3 @@ def _later_loss(run: RunRecord) -> float | None:
 def _first_loss(run: RunRecord) -> float | None:
     return run.losses[0] if run.losses else None
 
-
-def _mean_mfu(runs: Sequence[RunRecord]) -> float | None:
-    values = [run.mfu.value for run in runs if run.mfu.value is not None]
-    return statistics.fmean(values) if len(values) == len(runs) else None
