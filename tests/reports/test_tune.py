@@ -3,11 +3,11 @@ from __future__ import annotations
 import dataclasses
 
 from flopwise.records.verdict import BreakEven, Predicted, TimeUse, Write
-from flopwise.reports.terminal import render_tune
+from flopwise.reports.terminal import render
 
 
 def lines(record):
-    return render_tune(record, width=160, color=False).splitlines()
+    return render(record, width=160, color=False).splitlines()
 
 
 def with_proof(record, outcome, ratio, **changes):
@@ -91,7 +91,7 @@ def test_a_fix_that_is_slower_has_that_as_its_verdict(sample):
 
 def test_a_plan_is_listed_once(sample):
     saved = [sample("tune").plan, "runs/t1/tune.json"]
-    text = render_tune(sample("tune"), width=160, color=False, saved=saved)
+    text = render(sample("tune"), width=160, color=False, saved=saved)
     assert "  saved       runs/t1/plan.toml · runs/t1/tune.json\n" in text
 
 

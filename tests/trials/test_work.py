@@ -20,7 +20,9 @@ Run = Callable[..., RunRecord]
 PEAK = 1e12
 
 
-def made(make_rank: Callable[..., RankRecord], step_ms: float, flops: int, **more: Any) -> RunRecord:
+def made(
+    make_rank: Callable[..., RankRecord], step_ms: float, flops: int, **more: Any
+) -> RunRecord:
     """Returns a run: `positions` a step, `real` of them tokens, `pairs` of the FLOPs those of attention."""
     ns = int(step_ms * 1e6)
     row = StepRow(
@@ -63,9 +65,7 @@ def test_padding_left_out_makes_mfu_higher_and_not_lower(run: Run) -> None:
 
 def test_positions_that_a_fix_hides_from_the_meter_do_not_matter(run: Run) -> None:
     """The real tokens of the new arm are not seen (a mask on the device, say): samples are the unit."""
-    work = work_of(
-        [run(10, 4 * 10**9, positions=2048, real=512)], [run(5, 10**9, positions=2048)]
-    )
+    work = work_of([run(10, 4 * 10**9, positions=2048, real=512)], [run(5, 10**9, positions=2048)])
     assert work.unit == "samples"
     assert (work.mfu_old, work.mfu_new) == (pytest.approx(0.1), pytest.approx(0.2))
 
@@ -112,7 +112,10 @@ def test_it_is_a_lower_bound_whatever_the_lengths(
 def test_samples_that_were_not_counted_alike_are_no_unit(run: Run) -> None:
     work = work_of([run(10, 10**9, samples=4)], [run(5, 10**9, samples=2)])
     assert (work.unit, work.mfu_new) == ("steps", pytest.approx(0.2))
-    assert work.note == "samples of a step differ by 50 % between the arms, so they were not counted alike"
+    assert (
+        work.note
+        == "samples of a step differ by 50 % between the arms, so they were not counted alike"
+    )
 
 
 def test_lengths_that_were_drawn_anew_are_counted_by_their_tokens(run: Run) -> None:

@@ -69,6 +69,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="steps that the job still has: a fix whose compilation and warm-up do not pay back in them is not kept",
     )
     parser.add_argument(
+        "--price", type=float, metavar="USD", help="price of one device-hour: savings in money, too"
+    )
+    parser.add_argument(
         "--allow-writes",
         action="append",
         default=[],
@@ -105,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     from flopwise import api, tuning
 
     api.check_json(arguments.json)
+    api.check_price(arguments.price)
     if arguments.resume is not None:
         return tuning.tune_command(_resumed(arguments), json_path=arguments.json)
     for option in ("force", "baseline"):
@@ -149,6 +153,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
         steps_remaining=arguments.steps_remaining,
         allowed=[os.path.abspath(path) for path in arguments.allow_writes],
         cwd=os.getcwd(),
+        price=arguments.price,
     )
 
 
@@ -161,7 +166,15 @@ def _resumed(arguments: argparse.Namespace) -> Tuning:
     """
     from flopwise import tuning
 
-    for option in ("out", "fixes", "steps_remaining", "dry_run", "baseline", "allow_writes"):
+    for option in (
+        "out",
+        "fixes",
+        "steps_remaining",
+        "price",
+        "dry_run",
+        "baseline",
+        "allow_writes",
+    ):
         if getattr(arguments, option):
             name = option.replace("_", "-")
             raise UsageError(f"--{name} is of a new tune: --resume goes on as it was begun")

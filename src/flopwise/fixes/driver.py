@@ -390,6 +390,7 @@ class Driver:
                 setting=dict(applied.setting) if applied is not None else {},
                 warmup_s=result.warmup_s,
                 predicted_ratio=None if gain is None else 1 - gain,
+                causes=list(fix.causes),
             )
         )
 

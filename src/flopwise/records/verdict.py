@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
@@ -67,7 +68,7 @@ class Trial:
     environment: dict[str, str] = field(
         default_factory=dict
     )  # variables that the process starts with
-    findings: list[str] = field(default_factory=list)  # codes of what it is the cure of
+    causes: list[str] = field(default_factory=list)  # what it is the cure of, as the fix names it
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,9 @@ class Proof:
     mfu_new: float | None = None
     losses: str | None = None  # how the losses of a later step of the arms differ, in words
     work: Work | None = None  # None: in records of older versions
+    j_old: float | None = None  # of all devices, a step, mean over the processes of the arm
+    j_new: float | None = None
+    energy: str | None = None  # what the joules cover, or why they were not measured
 
 
 @dataclass(frozen=True)
@@ -252,6 +256,17 @@ def stored(record: TuneRecord) -> dict[str, Any]:
         if trial["parity"] is not None:
             trial["parity"]["class"] = trial["parity"]["numerics"]
     return data
+
+
+def multiplied(kept: Sequence[Trial]) -> float | None:
+    """Returns the product of the ratios of kept fixes, None where one of them has none.
+
+    It is not what they give together: each ratio is beside all others, and what two of them could both have saved is in
+    neither.
+    """
+    ratios = [trial.ratio for trial in kept]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return math.prod(known) if known and len(known) == len(ratios) else None
 
 
 def agreement(trials: Sequence[Trial]) -> Predicted | None:

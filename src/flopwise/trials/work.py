@@ -88,9 +88,7 @@ def _unit(
         apart = abs(fmean(known[1]) / fmean(known[0]) - 1) if new else 0.0
         if apart <= differ:
             return unit, *known, doubt
-        doubt = (
-            f"{unit} of a step differ by {100 * apart:.0f} % between the arms, so they were not counted alike"
-        )
+        doubt = f"{unit} of a step differ by {100 * apart:.0f} % between the arms, so they were not counted alike"
     return "steps", [1.0] * len(old), [1.0] * len(new), doubt
 
 

@@ -36,6 +36,7 @@ class Answer:
     opt_in: bool = False
     predicted_gain_frac: float | None = None
     findings: list[str] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -115,7 +116,10 @@ def _tried(
     save: Callable[[], None],
 ) -> Trial:
     predicted = None if answer.predicted_gain_frac is None else 1 - answer.predicted_gain_frac
-    trial = Trial(answer.code, answer.name, "kept", "", predicted_ratio=predicted, environment=answer.environment)  # fmt: skip
+    trial = Trial(
+        answer.code, answer.name, "kept", "", predicted_ratio=predicted, environment=answer.environment,
+        causes=answer.causes,
+    )  # fmt: skip
     clash = next((t for t in tried.kept if t.fix in answer.conflicts), None)
     if clash is not None:
         return _as(trial, "declined", f"it cannot be on together with {clash.fix} {clash.name}")
