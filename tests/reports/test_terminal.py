@@ -32,6 +32,8 @@ SGR = re.compile(r"\x1b\[[0-9;]*m")
         ("partial", 100),
         ("tune", 100),
         ("tune", 160),
+        ("tune_whole", 80),
+        ("tune_whole", 120),
         ("tune_nothing", 100),
     ],
 )
@@ -45,7 +47,9 @@ def test_ascii_report_is_this_text(sample):
     assert render(sample("two_ranks"), width=70, color=False, ascii_only=True) == expected
 
 
-@pytest.mark.parametrize("name", ["cpu", "unknown_gpu", "two_ranks", "partial", "tune"])
+@pytest.mark.parametrize(
+    "name", ["cpu", "unknown_gpu", "two_ranks", "partial", "tune", "tune_whole"]
+)
 def test_colour_adds_only_colour(sample, name):
     coloured = render(sample(name), width=100, color=True)
     plain = SGR.sub("", coloured)

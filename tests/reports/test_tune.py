@@ -151,7 +151,10 @@ def test_predictions_break_even_and_writes_have_a_line_each(sample):
         "predicted   predicted against measured: median error 12 % of 3 measured gains · 1 predicted above the interval"
         in text
     )
-    assert "break-even  the warm-up of 42 s a run has paid after 420 steps · 9,000 remain" in text
+    assert (
+        "break-even  the warm-up of 42 s a run has paid after 420 steps · 9,000 steps remain"
+        in text
+    )
     assert "changed although the script ran apart: /home/me/data.bin" in text
     assert (
         "the script wrote or removed 12 files in copies of its own; yours are as they were" in text

@@ -35,8 +35,8 @@ def _scope(one: Saved) -> str:
     if one.scope == "step":
         return "saved"
     if one.scope == "epoch":
-        return f"an epoch of {one.steps:,.0f}"
-    return f"{one.steps:,.0f} steps left"
+        return f"an epoch of {figures.whole(one.steps)}"
+    return f"{figures.whole(one.steps)} steps left"
 
 
 def saved_rows(found: Savings) -> list[list[Piece]]:

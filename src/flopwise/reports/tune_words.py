@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 
 from flopwise.records.verdict import (
@@ -80,7 +79,9 @@ def _computed(found: Work) -> str | None:
     old, new = found.old_counted_flops_per_step, found.new_counted_flops_per_step
     if not old or not new or abs(new - old) <= SAME_FRAC * old:
         return None
-    return f"with the plan a step computes {_flops(new)} ({f'{100 * (new / old - 1):+.3g} %'}), which is no other work"
+    more = percent(abs(new / old - 1))
+    how = f"{more} {'more' if new > old else 'less'} for the same work"
+    return f"with the plan a step computes {_flops(new)}, {how}"
 
 
 def _flops(value: float | None) -> str:
@@ -210,11 +211,8 @@ def break_even(record: TuneRecord) -> list[Piece]:
 
 
 def _steps(steps: float) -> str:
-    """Returns a number of steps, rounded up."""
-    if not abs(steps) < 1e15:
-        return f"steps {figures.ABSURD}"
-    whole = math.ceil(steps)
-    return f"{whole:,} step{'' if whole == 1 else 's'}"
+    text = figures.whole(steps)
+    return f"{text} step{'' if text == '1' else 's'}"
 
 
 def writes(record: TuneRecord) -> list[Piece]:

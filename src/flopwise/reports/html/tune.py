@@ -23,7 +23,7 @@ CSS = (
     + """.pair{width:26%;min-width:110px}
 .pair svg{display:block;width:100%;height:18px}
 .pair .was{opacity:.45}
-pre{margin:6px 0;padding:10px 12px;background:var(--panel);border:1px solid var(--line);border-radius:6px;white-space:pre-wrap;font-size:12.5px}
+p.command{margin:6px 0;padding:10px 12px;background:var(--panel);border:1px solid var(--line);border-radius:6px;white-space:pre-wrap;font-size:12.5px}
 """
 )
 Facts = Sequence[tuple[str, Sequence[Piece]]]
@@ -207,7 +207,7 @@ def _plan(record: TuneRecord) -> Html | None:
     if not commands:
         return None
     return el(
-        "section", el("h2", "Go on"), [el("pre", el("code", command)) for command in commands]
+        "section", el("h2", "Go on"), [el("p.command", el("code", command)) for command in commands]
     )
 
 
