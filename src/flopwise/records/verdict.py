@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
 
 from flopwise.records.comparison import LineChange
@@ -205,10 +204,13 @@ class Ledgers:
 class Predicted:
     """How far the ledger's predictions were from what was measured."""
 
-    trials: int  # that have both
-    median_error_frac: float  # of |predicted - measured gain| / measured gain
-    optimistic: int  # predicted more than the interval's upper end of the gain
-    pessimistic: int  # predicted less than half of its lower end
+    trials: int  # that have both, and a gain for certain
+    #: Of |predicted - measured gain| / measured gain, over these; None: there are none.
+    median_error_frac: float | None
+    optimistic: int  # of these: predicted more than the interval's upper end of the gain
+    pessimistic: int  # of these: predicted less than half of its lower end
+    unshown: int = 0  # trials that have both, and no gain for certain
+    unshown_optimistic: int = 0  # of these: predicted more than the interval's upper end
 
 
 @dataclass(frozen=True)
@@ -267,20 +269,3 @@ def multiplied(kept: Sequence[Trial]) -> float | None:
     ratios = [trial.ratio for trial in kept]
     known = [ratio for ratio in ratios if ratio is not None]
     return math.prod(known) if known and len(known) == len(ratios) else None
-
-
-def agreement(trials: Sequence[Trial]) -> Predicted | None:
-    """Returns how far predictions lie from the measured gains, over the trials that have both and gained for certain."""
-    errors, optimistic, pessimistic = [], 0, 0
-    for trial in trials:
-        if trial.predicted_ratio is None or trial.ratio is None or trial.ci95 is None:
-            continue
-        if trial.ci95[1] >= 1:
-            continue
-        gain, predicted = 1 - trial.ratio, 1 - trial.predicted_ratio
-        errors.append(abs(predicted - gain) / gain)
-        optimistic += predicted > 1 - trial.ci95[0]
-        pessimistic += predicted < (1 - trial.ci95[1]) / 2
-    if not errors:
-        return None
-    return Predicted(len(errors), median(errors), optimistic, pessimistic)

@@ -153,13 +153,18 @@ def together(record: TuneRecord) -> list[Piece]:
 def predicted(found: Predicted) -> list[Piece]:
     """Returns how far the ledger's predictions were from what was measured."""
     gains = figures.counted(found.trials, "measured gain", "measured gains")
-    words: list[Piece] = [
-        f"predicted against measured: median error {percent(found.median_error_frac)} of {gains}"
-    ]
+    words: list[Piece] = []
+    if found.median_error_frac is not None:
+        error = percent(found.median_error_frac)
+        words.append(f"predicted against measured: median error {error} of {gains}")
     if found.optimistic:
         words.append(f"{found.optimistic} predicted above the interval")
     if found.pessimistic:
         words.append(f"{found.pessimistic} less than half of its lower end")
+    if found.unshown:
+        none = f"{found.unshown} predicted where no gain was shown"
+        above = found.unshown_optimistic
+        words.append(none + (f" ({above} above the interval)" if above else ""))
     return words
 
 

@@ -37,6 +37,7 @@ from flopwise.records.verdict import (
 )
 from flopwise.reports.stream import look
 from flopwise.reports.terminal import render
+from flopwise.trials.predictions import agreement, gains
 from flopwise.trials.proof import Conclusion
 from flopwise.trials.work import work_of
 from flopwise.tuning import state as states
@@ -266,7 +267,7 @@ class Tuning:
             final=after,
             speedup=Speedup(proof.comparison.ratio, proof.comparison.ci95) if proof else None,
             break_even=outcome.pays,
-            predicted=verdict.agreement(trials),
+            predicted=agreement(gains({asked.script: trials})),
             writes=writes,
             more_writes=more,
             sessions=self.state.sessions,
