@@ -188,7 +188,8 @@ def _why(trial: Trial) -> str:
     if chosen:
         parts.append(", ".join(f"{key}={value}" for key, value in chosen.items()))
     undecided = trial.comparison is not None and trial.comparison.outcome == "not shown"
-    if trial.comparison is not None and undecided and not withheld(trial.comparison):
+    unsaid = "would have" not in trial.reason
+    if trial.comparison is not None and undecided and unsaid and not withheld(trial.comparison):
         least = percent(trial.comparison.minimum_detectable_frac)
         parts.append(f"a gain of {least} would have shown")
     if (
