@@ -73,10 +73,15 @@ def report(tunes: Mapping[str, Iterable[Trial]]) -> str:
     """Returns the table in Markdown, and what it comes to."""
     found = gains(tunes)
     if not found:
-        return f"Of {len(tunes)} tunes no trial has a prediction and a measurement."
+        return f"Of {counted(len(tunes))} no trial has a prediction and a measurement."
     rows = ["| tune | fix | verdict | predicted gain | measured gain (95 %) | error | |", "|---|---|---|---|---|---|---|"]  # fmt: skip
     rows += [_row(gain) for gain in found]
     return "\n".join([*rows, "", summary(found, len(tunes))])
+
+
+def counted(tunes: int) -> str:
+    """Returns a number of tunes in words."""
+    return f"{tunes} tune{'' if tunes == 1 else 's'}"
 
 
 def _row(gain: Gain) -> str:
@@ -91,7 +96,7 @@ def summary(found: Sequence[Gain], tunes: int) -> str:
     all_of_them = agreement(found)
     assert all_of_them is not None
     shown = all_of_them.trials
-    parts = [f"{len(found)} trials of {tunes} tunes have both, {shown} of them a gain for certain."]
+    parts = [f"{len(found)} trials of {counted(tunes)} have both, {shown} of them a gain for certain."]
     if all_of_them.median_error_frac is not None:
         error, below = all_of_them.median_error_frac, all_of_them.pessimistic
         parts.append(
