@@ -139,6 +139,13 @@ def test_no_mfu_has_its_reason_and_rates_stand(run: Run) -> None:
     assert work.new_per_s == pytest.approx(800)
 
 
+def test_what_limits_the_count_limits_both(run: Run) -> None:
+    old = run(10, 10**9)
+    partly = replace(old, mfu=replace(old.mfu, reason="lower bound: coverage 90 %"))
+    work = work_of([partly], [run(5, 10**9)])
+    assert (work.mfu_new, work.mfu_reason) == (pytest.approx(0.2), "lower bound: coverage 90 %")
+
+
 def test_tokens_of_a_sample_are_known_where_none_is_padding(run: Run) -> None:
     assert work_of([run(10, 10**9, positions=2048)]).tokens_per_unit == 512
     assert work_of([run(10, 10**9)]).tokens_per_unit is None

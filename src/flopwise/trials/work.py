@@ -38,7 +38,7 @@ def work_of(old: Sequence[RunRecord], new: Sequence[RunRecord] = ()) -> Work:
     counted = [run.mfu.model_flops_per_step for run in old]
     flops = [n * u for n, u in zip(counted, useful, strict=True) if n is not None]
     mfu_new, reason = _mfu_after(mfu_old, per_s_old, per_s_new)
-    if mfu_old is None:
+    if reason is None:
         reason = next((run.mfu.reason for run in old if run.mfu.reason), None)
     return Work(
         unit=unit,
