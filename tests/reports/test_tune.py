@@ -216,7 +216,7 @@ def test_mfu_says_of_which_work_it_is(sample):
     assert (
         "25 % of the positions are padding: not counted; 17.6 TFLOP with what it computes" in text
     )
-    assert "with the plan a step computes 13.2 TFLOP, 24.7 % less for the same work" in text
+    assert "with the fixes a step computes 13.2 TFLOP, 24.7 % less for the same work" in text
     plain = dataclasses.replace(
         work, padding_frac=None, old_counted_flops_per_step=1.32e13, new_counted_flops_per_step=1.32e13,
         mfu_reason="no peak is known",
@@ -224,7 +224,7 @@ def test_mfu_says_of_which_work_it_is(sample):
     text = flat(dataclasses.replace(record, proof=dataclasses.replace(record.proof, work=plain)))
     assert "the same work: 13.2 TFLOP a step" in text
     assert "no peak is known" in text
-    assert "with the plan a step computes" not in text
+    assert "with the fixes a step computes" not in text
 
 
 def test_what_is_saved_and_what_is_not_known(sample):

@@ -81,7 +81,7 @@ def _computed(found: Work) -> str | None:
         return None
     more = percent(abs(new / old - 1))
     how = f"{more} {'more' if new > old else 'less'} for the same work"
-    return f"with the plan a step computes {_flops(new)}, {how}"
+    return f"with the fixes a step computes {_flops(new)}, {how}"
 
 
 def _flops(value: float | None) -> str:
