@@ -96,7 +96,9 @@ def summary(found: Sequence[Gain], tunes: int) -> str:
     all_of_them = agreement(found)
     assert all_of_them is not None
     shown = all_of_them.trials
-    parts = [f"{len(found)} trials of {counted(tunes)} have both, {shown} of them a gain for certain."]
+    parts = [
+        f"{len(found)} trials of {counted(tunes)} have both, {shown} of them a gain for certain."
+    ]
     if all_of_them.median_error_frac is not None:
         error, below = all_of_them.median_error_frac, all_of_them.pessimistic
         parts.append(
