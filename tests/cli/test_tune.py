@@ -46,12 +46,16 @@ def test_what_is_typed_is_what_is_asked(asked: list[Any], in_folder: Path) -> No
 def test_ten_minutes_and_no_opt_in_unless_it_is_named(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "OPT_IN", ("FW105",))
+    monkeypatch.setattr(plans, "OPT_IN", {"FW105": "the order of the data"})
     main(["tune", "--out", "a", "train.py"])
     main(["tune", "--out", "b", "--fixes", "compile-model", "train.py"])
     assert asked[0].state.asked.budget_s == 600
     assert "FW105" not in asked[0].state.asked.codes
     assert asked[1].state.asked.codes == ["FW105"]
+    main(["tune", "--out", "c", "--allow", "compile-model", "train.py"])
+    assert asked[2].state.asked.codes == [code for code, _ in plans.FIXES]
+    main(["tune", "--out", "d", "--fixes", "FW101", "--allow", "fw105", "train.py"])
+    assert asked[3].state.asked.codes == ["FW101", "FW105"]
 
 
 def test_a_dry_run_makes_no_tune(asked: list[Any]) -> None:

@@ -167,6 +167,8 @@ class Fix(ABC):
     findings: ClassVar[tuple[str, ...]] = ()
     #: Only when asked for by name: it changes more than time and rounding (see "What can change").
     opt_in: ClassVar[bool] = False
+    #: Of an opt-in: what else it changes, in one sentence for plan and reports.
+    changes: ClassVar[str] = ""
     #: Tried on top of all that was kept, and not together with the others: it compiles what it finds.
     late: ClassVar[bool] = False
     #: Codes of fixes that must not be on together with it; of two, the one that gains more alone stays.

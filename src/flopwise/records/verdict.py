@@ -68,6 +68,7 @@ class Trial:
         default_factory=dict
     )  # variables that the process starts with
     causes: list[str] = field(default_factory=list)  # what it is the cure of, as the fix names it
+    changes: str = ""  # of an opt-in: what it changes beside time and rounding
 
 
 @dataclass(frozen=True)

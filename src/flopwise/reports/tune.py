@@ -35,6 +35,8 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str] = ()) -> None:
     screen.flow("break-even", words.break_even(record))
     screen.flow("time", words.time(record))
     screen.flow("writes", words.writes(record))
+    for trial in record.trials:
+        screen.flow("opt-in", words.opt_in(trial))
     for note in record.notes:
         screen.flow("note", [note])
     screen.blank()

@@ -9,6 +9,7 @@ from flopwise.records.verdict import (
     Predicted,
     Proof,
     Savings,
+    Trial,
     TuneRecord,
     Work,
 )
@@ -148,6 +149,14 @@ def together(record: TuneRecord) -> list[Piece]:
         else "each was taken out with all others on, so what one makes possible for another is in both ratios"
     )
     return [*items, why]
+
+
+def opt_in(trial: Trial) -> list[Piece]:
+    """Returns what a fix that was allowed changes beside time and rounding; nothing for one that changes nothing."""
+    if not trial.changes:
+        return []
+    does = "changes" if trial.verdict == "kept" else "would change, and is not in the plan:"
+    return [f"{trial.name} was allowed: it {does} {trial.changes}"]
 
 
 def predicted(found: Predicted) -> list[Piece]:

@@ -191,10 +191,11 @@ class Tuning:
     def _outcome(self, baseline: RunRecord, concluded: Conclusion | None) -> Outcome:
         """Returns what the trials and the proof come to; writes the plan if the proof carries one."""
         asked, tried = self.state.asked, self.tried
+        trials = [replace(t, changes=plans.OPT_IN.get(t.fix, "")) for t in tried.trials]
         if concluded is None:
-            return Outcome(tried.trials, [])
+            return Outcome(trials, [])
         proof = concluded.proof
-        trials = [_as_proven(trial, concluded) for trial in tried.trials]
+        trials = [_as_proven(trial, concluded) for trial in trials]
         kept = [t for t in trials if t.verdict == "kept"]
         pays = break_even(concluded, kept, asked.steps_remaining)
         doubt = concluded.doubt
@@ -290,7 +291,14 @@ class Tuning:
             device=plans.device_name(),
             fixes=[
                 plan_records.PlannedFix(
-                    t.fix, t.name, t.setting, t.ratio, t.ci95, t.environment, t.warmup_s
+                    t.fix,
+                    t.name,
+                    t.setting,
+                    t.ratio,
+                    t.ci95,
+                    t.environment,
+                    t.warmup_s,
+                    t.changes or None,
                 )
                 for t in kept
             ],

@@ -181,6 +181,7 @@ def _trials(record: TuneRecord) -> Html:
     found: list[tuple[str, Sequence[Piece]]] = [("together", said)]
     if record.predicted is not None:
         found.append(("predicted", words.predicted(record.predicted)))
+    found += [("opt-in", words.opt_in(trial)) for trial in shown]
     return el(
         "section",
         el(
