@@ -263,7 +263,8 @@ def conclude(demo: Demo, scripts: Sequence[Example], described: str) -> int:
     print(f"\n   Saved in {shown(demo.folder)}: reports again with `flopwise report FOLDER`")
     for example in scripts:
         if example.tuned is not None and example.tuned.plan:
-            print(f"   Plan     {shown(Path(example.tuned.plan))}")
+            plan = Path(example.tuned.plan)
+            print(f"   Plan     {shown(plan)}, and {plan.with_name('report.html').name} beside it")
     own = "flopwise" if ROOT / ".venv" not in Path(sys.executable).parents else ".venv/bin/flopwise"
     print("\n   Your own script, as it is:")
     for words in (

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import counter_figures
 import ledger_figures
+import predicted_gains
 from markdown_tables import difference, interval, table
 from overhead_verdict import fit, pooled, together, verdict
 
@@ -34,6 +35,7 @@ PAGES = (
     ROOT / "docs" / "ledger.md",
     ROOT / "docs" / "ledger-truth.md",
     ROOT / "docs" / "report.md",
+    ROOT / "docs" / "tune-report.md",
 )
 _MARKED = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
@@ -134,7 +136,12 @@ def overhead() -> str:
     return table(head, rows + after)
 
 
-TABLES = {"step_truth": step_truth, "overhead": overhead}
+def predictions() -> str:
+    """Returns predicted against measured gains of all tunes among the results."""
+    return predicted_gains.report(predicted_gains.results(RESULTS))
+
+
+TABLES = {"step_truth": step_truth, "overhead": overhead, "predicted_gains": predictions}
 
 if __name__ == "__main__":
     sys.exit(main())

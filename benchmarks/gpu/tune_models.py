@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import hand_flops as hand
 
@@ -527,7 +528,19 @@ def table(record: dict[str, Any]) -> str:
             fixes.append(
                 f"| {name} | {trial['fix']} {trial['name']} | {trial['verdict']} | {predicted} | {measured} | {parity} |"
             )
-    return "\n".join([*lines, *fixes]) + "\n"
+    return "\n".join([*lines, *fixes, "", *_predictions(record)]) + "\n"
+
+
+def _predictions(record: dict[str, Any]) -> list[str]:
+    """Returns predicted against measured gains over all models, where one of them was tuned."""
+    from predicted_gains import report, trials_of
+
+    tunes = {
+        name: trials_of(found["tune"])
+        for name, found in record.get("models", {}).items()
+        if found.get("tune", {}).get("trials")
+    }
+    return ["Predicted against measured, over all trials:", "", report(tunes)] if tunes else []
 
 
 def _rows(name: str, found: dict[str, Any], made: dict[str, Any]) -> Iterator[str]:

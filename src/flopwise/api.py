@@ -50,7 +50,7 @@ def run_command(
             say(line(f"flopwise: {commands.DISABLE} is set: {job.script} runs unmeasured"))
         return process.run(job.argv, dict(os.environ))
     given_peak = parse_peak(peak) if peak is not None else None
-    _check_price(price)
+    check_price(price)
     check_json(json_path)
     _check_target("--html", html_path)
     options: dict[str, Any] = {
@@ -135,7 +135,12 @@ def _tell_outer_run(folder: Path) -> None:
             path.write_text(f"see {folder}\n", encoding="utf-8")
 
 
-def _check_price(price: float | None) -> None:
+def check_price(price: float | None) -> None:
+    """Checks, before anything is started, that --price is a price.
+
+    Raises:
+        UsageError: it is not.
+    """
     if price is not None and not (math.isfinite(price) and 0 < price < 1e6):
         raise UsageError(
             f"--price {price}: must be US dollars per device-hour, above 0. Nothing was started"

@@ -16,7 +16,7 @@ from flopwise.meter.session import Session
 from flopwise.records.finding import Finding
 from flopwise.records.rank import RankRecord
 from flopwise.records.run import RunRecord
-from flopwise.reports.terminal import render_run
+from flopwise.reports.terminal import render
 from flopwise.summary import Context, summarise
 
 
@@ -30,7 +30,7 @@ class Case:
     @property
     def report(self) -> str:
         """Returns the report for the terminal, without its line breaks."""
-        return " ".join(render_run(self.record, width=120, color=False).split())
+        return " ".join(render(self.record, width=120, color=False).split())
 
     def causes(self) -> list[str]:
         return [finding.cause for finding in self.record.findings]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flopwise.records.verdict import Trial, TuneRecord
-from flopwise.reports.terminal import render_tune
+from flopwise.reports.terminal import render
 from flopwise.trials.compare import PairedComparison
 from flopwise.trials.schedule import Pair
 
@@ -218,7 +218,7 @@ class TestSY03:
             0.010 * (found.ratio if kept else 1.0), None, 0.01, None, [trial], ["FW000"] if kept else [],
             None, None, 1.0, [],
         )  # fmt: skip
-        text = " ".join(render_tune(record, width=160, color=False).split())
+        text = " ".join(render(record, width=160, color=False).split())
         assert (f"drop-sync {verdict}" in text) or (f"FW000 drop-sync {verdict}" in text)
         assert (
             "as fast" in text

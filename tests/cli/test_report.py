@@ -99,11 +99,14 @@ def test_html_onto_the_record_is_refused(tmp_path):
     assert stored.read_bytes() == (DATA / "cpu.json").read_bytes()
 
 
-def test_html_of_a_tune_is_refused(tmp_path):
+def test_html_of_a_tune(tmp_path, capsys):
+    shutil.copy(DATA / "tune.json", tmp_path / "tune.json")
     target = tmp_path / "page.html"
-    with pytest.raises(UsageError, match=r"tune\.json: --html draws runs, and this is a tune"):
-        run(DATA / "tune.json", "--html", target)
-    assert not target.exists()
+    assert run(tmp_path, "--html", target) == 0
+    assert "<h2>Fixes" in target.read_text("utf-8")
+    assert capsys.readouterr().out.startswith("flopwise tune")
+    with pytest.raises(UsageError, match=r"that is the record itself\. Nothing was written"):
+        run(tmp_path, "--html", tmp_path / "tune.json")
 
 
 def test_html_that_cannot_be_written(tmp_path):

@@ -1,4 +1,4 @@
-"""The tune record: what `--json` holds by name, older records, and how far predictions were from what was measured."""
+"""The tune record: what `--json` holds by name, and older records."""
 
 from __future__ import annotations
 
@@ -6,18 +6,14 @@ import dataclasses
 import json
 from typing import Any
 
-import pytest
-
 from flopwise.records import store, verdict
 from flopwise.records.verdict import (
     Comparison,
     Parity,
-    Predicted,
     Side,
     Speedup,
     Trial,
     TuneRecord,
-    agreement,
 )
 
 FOUND = Comparison("faster", 0.8, (0.78, 0.82), 8, 4, 0.010, 0.008, 0.01, 0.01)
@@ -52,34 +48,15 @@ def test_what_is_stored_has_the_names_that_are_promised() -> None:
 
 def test_a_record_of_an_older_version_is_read() -> None:
     older = dataclasses.asdict(record())
-    for name in ("baseline", "final", "speedup", "break_even", "predicted", "writes", "more_writes", "sessions", "resume"):  # fmt: skip
+    for name in ("baseline", "final", "speedup", "break_even", "predicted", "writes", "more_writes", "sessions", "resume", "savings", "ledgers", "ledgers_reason", "multiplied"):  # fmt: skip
         del older[name]
-    del older["trials"][0]["environment"]
+    del older["trials"][0]["environment"], older["trials"][0]["causes"]
     text = json.dumps(older).encode()
     assert store.decode(text, TuneRecord, verdict.SCHEMA, "tune.json") == record()
 
 
-@pytest.mark.parametrize(
-    ("predicted", "expected"),
-    [
-        (0.8, Predicted(1, 0.0, 0, 0)),
-        (0.7, Predicted(1, 0.5, 1, 0)),  # 30 % promised, 20 % found (18 to 22)
-        (0.92, Predicted(1, 0.6, 0, 1)),  # 8 % promised, at least 18 % found
-        (None, None),
-    ],
-)
-def test_predictions_are_held_against_measured_gains(
-    predicted: float | None, expected: Predicted | None
-) -> None:
-    trial = Trial("FW102", "x", "kept", "", 0.8, (0.78, 0.82), predicted_ratio=predicted)
-    found = agreement([trial])
-    if expected is None or found is None:
-        assert found is expected
-        return
-    assert found.median_error_frac == pytest.approx(expected.median_error_frac)
-    assert dataclasses.replace(found, median_error_frac=0) == dataclasses.replace(expected, median_error_frac=0)  # fmt: skip
-
-
-def test_a_gain_that_was_not_shown_is_no_measured_gain() -> None:
-    trial = Trial("FW102", "x", "not kept", "", 0.99, (0.97, 1.01), predicted_ratio=0.8)
-    assert agreement([trial, Trial("FW101", "y", "declined", "", predicted_ratio=0.8)]) is None
+def test_ratios_of_kept_fixes_multiply() -> None:
+    one = Trial("FW102", "x", "kept", "", 0.8)
+    assert verdict.multiplied([one, dataclasses.replace(one, ratio=0.5)]) == 0.4
+    assert verdict.multiplied([one, dataclasses.replace(one, ratio=None)]) is None
+    assert verdict.multiplied([]) is None

@@ -20,7 +20,7 @@ from flopwise.records.comparison import (
     Side,
     StepChange,
 )
-from flopwise.reports.terminal import render_comparison
+from flopwise.reports.terminal import render
 
 OLD = Side(
     "a.json", "trace", "NVIDIA H200", 0, 8, True, 5, "optimizer", 10e-3, None, 0.4, None, 4e12,
@@ -107,14 +107,14 @@ flopwise compare a.json runs/b
 
 
 def test_the_whole_report() -> None:
-    text = render_comparison(RECORD, width=100, color=False, saved=["c.json"])
+    text = render(RECORD, width=100, color=False, saved=["c.json"])
     assert text == WHOLE
 
 
 @pytest.mark.parametrize("width", [40, 60, 100, 200])
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_never_wider_than_it_was_told(width: int, ascii_only: bool) -> None:
-    text = render_comparison(RECORD, width=width, color=False, ascii_only=ascii_only)
+    text = render(RECORD, width=width, color=False, ascii_only=ascii_only)
     assert max(len(line) for line in text.splitlines()) <= width
     assert text.isascii() is ascii_only
     flat = " ".join(text.split())
@@ -143,7 +143,7 @@ def test_what_is_not_known_has_its_reason() -> None:
             reason="no interval: one step",
         ),
     )
-    flat = " ".join(render_comparison(record, width=100, color=False).split())
+    flat = " ".join(render(record, width=100, color=False).split())
     assert "device not named" in flat
     assert "MFU none to 50 % · old: no peak is known" in flat
     assert "lines none · the old side has no ledger: why" in flat
@@ -155,7 +155,7 @@ def test_what_is_not_known_has_its_reason() -> None:
 
 def test_long_lists_are_cut_and_said() -> None:
     many = [dataclasses.replace(RECORD.operators[0], name=f"op{i}") for i in range(20)]
-    text = render_comparison(dataclasses.replace(RECORD, operators=many), width=100, color=False)
+    text = render(dataclasses.replace(RECORD, operators=many), width=100, color=False)
     assert "op7" in text
     assert "op8" not in text
     assert "and 12 more, in the JSON" in text
@@ -172,7 +172,7 @@ def test_names_that_a_terminal_would_obey(width: int) -> None:
         operators=[dataclasses.replace(RECORD.operators[0], name=HOSTILE)],
         kernels=[dataclasses.replace(RECORD.kernels[0], name=HOSTILE, operator=HOSTILE)],
     )
-    text = render_comparison(hostile, width=width, color=False)
+    text = render(hostile, width=width, color=False)
     assert not set(text) & set("\x1b\x07\r\u202e\ud800")
     assert "[bold]" in "".join(text.split())
 
@@ -183,6 +183,6 @@ def test_any_record_can_be_drawn(
     any_record: Any, data: st.DataObject, width: int, ascii_only: bool
 ) -> None:
     record = data.draw(any_record(ComparisonRecord))
-    text = render_comparison(record, width=width, color=False, ascii_only=ascii_only)
+    text = render(record, width=width, color=False, ascii_only=ascii_only)
     text.encode("utf-8")
     assert "\x1b" not in text

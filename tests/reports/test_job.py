@@ -13,7 +13,7 @@ from rich.cells import cell_len
 
 from flopwise.records.job import CONCLUSIONS, Defect, Health, JobRecord, Links, Straggler
 from flopwise.reports import job_words as words
-from flopwise.reports.terminal import render_job
+from flopwise.reports.terminal import render
 
 Make = Callable[..., JobRecord]
 
@@ -67,16 +67,13 @@ flopwise analyze run                               2 of 2 ranks read · NVIDIA H
 
 
 def rendered(record: JobRecord, width: int = 160) -> str:
-    return " ".join(render_job(record, width=width, color=False).split())
+    return " ".join(render(record, width=width, color=False).split())
 
 
 def test_the_whole_report(job: Make) -> None:
     ranks = job(2).ranks
     slow = dataclasses.replace(ranks[1], step_s=1.02e-3)
-    assert (
-        render_job(job(2, ranks=[ranks[0], slow]), width=100, color=False, saved=["a.json"])
-        == WHOLE
-    )
+    assert render(job(2, ranks=[ranks[0], slow]), width=100, color=False, saved=["a.json"]) == WHOLE
 
 
 def test_every_conclusion_has_words() -> None:
@@ -101,7 +98,7 @@ def test_each_defect_says_what_it_withholds(damaged: JobRecord) -> None:
 
 
 def test_what_is_withheld_is_said_where_it_would_stand(damaged: JobRecord) -> None:
-    lines = render_job(damaged, width=160, color=False).splitlines()
+    lines = render(damaged, width=160, color=False).splitlines()
     text = "\n".join(lines)
     assert "  stragglers  withheld · by H120 · clocks differ by 5 ms\n" in text
     row = next(line for line in lines if line.startswith("     2  "))
@@ -125,7 +122,7 @@ def test_a_defect_of_one_rank_withholds_its_cells_only(job: Make) -> None:
         dataclasses.replace(one, wait_s=None if one.rank else one.wait_s) for one in made.ranks
     ]
     health = Health(False, ["durations"], [defect], {})
-    lines = render_job(
+    lines = render(
         dataclasses.replace(made, ranks=ranks, health=health), width=100, color=False
     ).splitlines()
     cells = [line.split()[5:7] for line in lines if re.match(r"     [012]  ", line)]
@@ -286,7 +283,7 @@ def test_of_many_ranks_the_telling_ones(job: Make) -> None:
     assert len(shown) == 16
     assert shown == sorted(shown)
     assert {700, 900, 300, 5, 512, 77, 0, 1023} <= set(shown)
-    text = render_job(record, width=100, color=False)
+    text = render(record, width=100, color=False)
     assert "  1008 ranks that are less telling: in the JSON\n" in text
     assert len(text.splitlines()) < 90
 
@@ -316,7 +313,7 @@ def test_ranks_as_people_write_them(ranks: Any, said: str) -> None:
 @pytest.mark.parametrize("width", [40, 70, 100, 200])
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_never_wider_than_it_was_told(damaged: JobRecord, width: int, ascii_only: bool) -> None:
-    text = render_job(damaged, width=width, color=False, ascii_only=ascii_only, saved=["x.json"])
+    text = render(damaged, width=width, color=False, ascii_only=ascii_only, saved=["x.json"])
     assert max(len(line) for line in text.splitlines()) <= width
     assert text.isascii() is ascii_only
     flat = " ".join(text.split())
@@ -325,10 +322,10 @@ def test_never_wider_than_it_was_told(damaged: JobRecord, width: int, ascii_only
 
 
 def test_colour_adds_only_colour(damaged: JobRecord) -> None:
-    coloured = render_job(damaged, width=100, color=True)
+    coloured = render(damaged, width=100, color=True)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", coloured)
     assert coloured != plain
-    expected = render_job(damaged, width=100, color=False)
+    expected = render(damaged, width=100, color=False)
     assert [line.rstrip() for line in plain.splitlines()] == expected.splitlines()
 
 
@@ -338,7 +335,7 @@ def test_any_record_can_be_drawn(any_job: Callable[[int], JobRecord], seed: int)
     for one in range(20):
         width, ascii_only = draw.randint(40, 200), draw.random() < 0.5
         record = any_job(20 * seed + one)
-        text = render_job(record, width=width, color=False, ascii_only=ascii_only)
+        text = render(record, width=width, color=False, ascii_only=ascii_only)
         assert max(cell_len(line) for line in text.split("\n")) <= width
         assert not re.search(
             r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\ud800-\udfff]", text

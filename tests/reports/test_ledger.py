@@ -13,7 +13,7 @@ from flopwise.diagnosis.ledger.build import ledger
 from flopwise.records.ledger import FAMILIES, LedgerRecord, Live, Profiled
 from flopwise.reports.ledger import WORDS, draw_live
 from flopwise.reports.screen import Screen
-from flopwise.reports.terminal import render_ledger
+from flopwise.reports.terminal import render
 
 WHOLE = """\
 flopwise analyze trace.json
@@ -72,7 +72,7 @@ def test_every_line_has_words() -> None:
 
 
 def test_the_whole_report(record: LedgerRecord) -> None:
-    text = render_ledger(record, width=80, color=False, saved=["ledger.json"])
+    text = render(record, width=80, color=False, saved=["ledger.json"])
     assert text == WHOLE
 
 
@@ -82,7 +82,7 @@ def test_never_wider_than_it_was_told(record: LedgerRecord, width: int, ascii_on
     doubted = dataclasses.replace(
         record, untrusted_because=["a long doubt " * 20], notes=["a note"], trusted=False
     )
-    text = render_ledger(doubted, width=width, color=False, ascii_only=ascii_only, saved=["x.json"])
+    text = render(doubted, width=width, color=False, ascii_only=ascii_only, saved=["x.json"])
     assert max(len(line) for line in text.splitlines()) <= width
     assert text.isascii() is ascii_only
     flat = " ".join(text.split())
@@ -91,29 +91,27 @@ def test_never_wider_than_it_was_told(record: LedgerRecord, width: int, ascii_on
 
 
 def test_no_mfu_gives_its_reason(record: LedgerRecord) -> None:
-    text = render_ledger(
+    text = render(
         dataclasses.replace(record, mfu=None, mfu_reason="no peak is known"), width=100, color=False
     )
     assert "  MFU         none · no peak is known\n" in text
 
 
 def test_busy_time_as_a_range(record: LedgerRecord) -> None:
-    text = render_ledger(dataclasses.replace(record, busy_most_frac=0.9), width=100, color=False)
+    text = render(dataclasses.replace(record, busy_most_frac=0.9), width=100, color=False)
     assert "  device busy 70 % to 90 %, by how long the unusable kernels ran\n" in text
-    same = render_ledger(
-        dataclasses.replace(record, busy_most_frac=0.700001), width=100, color=False
-    )
+    same = render(dataclasses.replace(record, busy_most_frac=0.700001), width=100, color=False)
     assert "  device busy 70 %\n" in same
 
 
 def test_a_world_of_which_the_rank_is_not_known(record: LedgerRecord) -> None:
-    text = render_ledger(dataclasses.replace(record, rank=None), width=100, color=False)
+    text = render(dataclasses.replace(record, rank=None), width=100, color=False)
     assert "rank" not in text.splitlines()[1]
 
 
 def test_colour_is_only_ours(record: LedgerRecord) -> None:
-    assert "\x1b[" in render_ledger(record, width=100, color=True)
-    assert "\x1b" not in render_ledger(record, width=100, color=False)
+    assert "\x1b[" in render(record, width=100, color=True)
+    assert "\x1b" not in render(record, width=100, color=False)
 
 
 HOSTILE = "\x1b[31m\x1b]0;title\x07\r\n\u202e[bold]\ud800漢"
@@ -126,7 +124,7 @@ def test_names_that_a_terminal_would_obey(training: Any, width: int) -> None:
         if event["name"] in ("aten::relu", "aten::mm", "gemm"):
             event["name"] = HOSTILE + event["name"]
     found = dataclasses.replace(ledger(t.read()), trace=HOSTILE)
-    text = render_ledger(found, width=width, color=False)
+    text = render(found, width=width, color=False)
     assert not set(text) & set("\x1b\x07\r\u202e\ud800")
     text.encode("utf-8")
     assert "[bold]" in "".join(text.split())
@@ -138,7 +136,7 @@ def test_any_record_can_be_drawn(
     any_record: Any, data: st.DataObject, width: int, ascii_only: bool
 ) -> None:
     record = data.draw(any_record(LedgerRecord))
-    text = render_ledger(record, width=width, color=False, ascii_only=ascii_only)
+    text = render(record, width=width, color=False, ascii_only=ascii_only)
     text.encode("utf-8")
     assert "\x1b" not in text
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flopwise.reports.picture import render_svg
-from flopwise.reports.terminal import render_run
+from flopwise.reports.terminal import render
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parent / "data"
@@ -29,7 +29,7 @@ def test_picture_shows_the_report_and_loads_nothing(sample):
 def test_picture_has_as_many_lines_as_the_report(sample):
     record = sample("unknown_gpu")
     svg = render_svg(record, width=80)
-    report = render_run(record, width=80, color=False).splitlines()
+    report = render(record, width=80, color=False).splitlines()
     drawn = set(re.findall(r"clip-path=\"url\(#flopwise-line-(\d+)\)", svg))
     assert {int(n) for n in drawn} == set(range(len(report)))
 

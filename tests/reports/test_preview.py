@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flopwise.records.preview import SCHEMA, Preview, Prospect
 from flopwise.records.verdict import Side
-from flopwise.reports.terminal import render_preview
+from flopwise.reports.terminal import render
 
 FIXES = [
     Prospect("FW101", "loader-workers", "declined", "no DataLoader was seen", None, [], False, False),
@@ -25,7 +25,7 @@ RECORD = Preview(
 
 
 def test_the_report_is_this_text():
-    assert render_preview(RECORD, width=130, color=False, saved=["runs/1/preview.json"]) == (
+    assert render(RECORD, width=130, color=False, saved=["runs/1/preview.json"]) == (
         "flopwise tune --dry-run train.py                                                                        "
         "dry run: nothing was tried\n\n"
         "  as it is    18.6 ms · 1.88 % MFU\n\n"
@@ -45,11 +45,11 @@ def test_the_report_is_this_text():
 @given(data=st.data(), width=st.integers(20, 220))
 def test_any_record_fits_the_width(data, width, any_record):
     record = data.draw(any_record(Preview))
-    text = render_preview(dataclasses.replace(record, schema=SCHEMA), width=width, color=False)
+    text = render(dataclasses.replace(record, schema=SCHEMA), width=width, color=False)
     assert text.endswith("\n")
 
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_narrow_ones_keep_every_fix(width):
-    text = render_preview(RECORD, width=width, color=False)
+    text = render(RECORD, width=width, color=False)
     assert all(fix.code in text for fix in FIXES)

@@ -7,11 +7,11 @@ import pytest
 from flopwise.records.rank import DeviceMetrics
 from flopwise.records.run import RankSummary, Stratum
 from flopwise.reports.run import command_line, device
-from flopwise.reports.terminal import render_run
+from flopwise.reports.terminal import render
 
 
 def lines(record, **more):
-    return render_run(record, width=160, color=False, **more).splitlines()
+    return render(record, width=160, color=False, **more).splitlines()
 
 
 def line(record, label, **more):

@@ -8,7 +8,7 @@ import pytest
 
 from flopwise.records.finding import Alternative, Finding
 from flopwise.reports.run_findings import SHOWN
-from flopwise.reports.terminal import render_run
+from flopwise.reports.terminal import render
 
 ANOMALY = Finding(
     "D301", "debug-switch", None, ["train.py:3"], "anomaly detection is on", "switch it off", None, "seen"
@@ -21,7 +21,7 @@ WAIT = Finding(
 
 def report(record, findings, width=100):
     shown = dataclasses.replace(record, findings=findings)
-    return render_run(shown, width=width, color=False).splitlines()
+    return render(shown, width=width, color=False).splitlines()
 
 
 def test_findings_stand_behind_the_results_in_the_order_of_the_record(sample):
@@ -67,9 +67,7 @@ def test_another_cure_has_its_own_prediction(sample):
 
 
 def test_no_findings_no_block(sample):
-    assert (
-        report(sample("cpu"), []) == render_run(sample("cpu"), width=100, color=False).splitlines()
-    )
+    assert report(sample("cpu"), []) == render(sample("cpu"), width=100, color=False).splitlines()
 
 
 @pytest.mark.parametrize(

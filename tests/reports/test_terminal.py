@@ -16,14 +16,10 @@ from rich.cells import cell_len
 
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import TuneRecord
-from flopwise.reports.terminal import render_run, render_tune
+from flopwise.reports.terminal import render
 
 DATA = Path(__file__).parent / "data"
 SGR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def render(record, **how):
-    return (render_run if isinstance(record, RunRecord) else render_tune)(record, **how)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +32,8 @@ def render(record, **how):
         ("partial", 100),
         ("tune", 100),
         ("tune", 160),
+        ("tune_whole", 80),
+        ("tune_whole", 120),
         ("tune_nothing", 100),
     ],
 )
@@ -49,7 +47,9 @@ def test_ascii_report_is_this_text(sample):
     assert render(sample("two_ranks"), width=70, color=False, ascii_only=True) == expected
 
 
-@pytest.mark.parametrize("name", ["cpu", "unknown_gpu", "two_ranks", "partial", "tune"])
+@pytest.mark.parametrize(
+    "name", ["cpu", "unknown_gpu", "two_ranks", "partial", "tune", "tune_whole"]
+)
 def test_colour_adds_only_colour(sample, name):
     coloured = render(sample(name), width=100, color=True)
     plain = SGR.sub("", coloured)
@@ -90,11 +90,11 @@ def test_no_line_is_wider_than_asked_and_nothing_escapes(any_record, kind, data,
 def test_hostile_script_name_is_shown_as_it_is(sample, name, shown):
     record = dataclasses.replace(sample("cpu"), command=[name])
     for color in (False, True):
-        first = SGR.sub("", render_run(record, width=100, color=color)).splitlines()[0]
+        first = SGR.sub("", render(record, width=100, color=color)).splitlines()[0]
         assert first.rstrip() == f"flopwise run {shown}"
 
 
 def test_width_outside_the_range_is_moved_to_its_end(sample):
     record = sample("cpu")
-    assert render_run(record, width=3, color=False) == render_run(record, width=40, color=False)
-    assert render_run(record, width=999, color=False) == render_run(record, width=200, color=False)
+    assert render(record, width=3, color=False) == render(record, width=40, color=False)
+    assert render(record, width=999, color=False) == render(record, width=200, color=False)

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from flopwise.records.verdict import BreakEven, Predicted, TimeUse, Write
-from flopwise.reports.terminal import render_tune
+from flopwise.reports.terminal import render
 
 
 def lines(record):
-    return render_tune(record, width=160, color=False).splitlines()
+    return render(record, width=160, color=False).splitlines()
 
 
 def with_proof(record, outcome, ratio, **changes):
@@ -60,6 +62,14 @@ def test_an_outcome_that_was_withheld_is_not_called_too_small(sample):
     assert "would have shown" in "\n".join(lines(record))
 
 
+def test_the_least_gain_that_would_have_shown_is_said_once(sample):
+    record = sample("tune")
+    said = "no gain shown: a gain of 0.9 % would have been"
+    trial = dataclasses.replace(record.trials[1], reason=said)
+    text = " ".join(" ".join(lines(dataclasses.replace(record, trials=[trial]))).split())
+    assert text.count("would have") == 1
+
+
 def test_how_the_first_losses_differ_is_said(sample):
     record = sample("tune")
     said = dataclasses.replace(record.proof, losses="first losses identical in all processes")
@@ -91,7 +101,7 @@ def test_a_fix_that_is_slower_has_that_as_its_verdict(sample):
 
 def test_a_plan_is_listed_once(sample):
     saved = [sample("tune").plan, "runs/t1/tune.json"]
-    text = render_tune(sample("tune"), width=160, color=False, saved=saved)
+    text = render(sample("tune"), width=160, color=False, saved=saved)
     assert "  saved       runs/t1/plan.toml · runs/t1/tune.json\n" in text
 
 
@@ -151,7 +161,10 @@ def test_predictions_break_even_and_writes_have_a_line_each(sample):
         "predicted   predicted against measured: median error 12 % of 3 measured gains · 1 predicted above the interval"
         in text
     )
-    assert "break-even  the warm-up of 42 s a run has paid after 420 steps · 9,000 remain" in text
+    assert (
+        "break-even  the warm-up of 42 s a run has paid after 420 steps · 9,000 steps remain"
+        in text
+    )
     assert "changed although the script ran apart: /home/me/data.bin" in text
     assert (
         "the script wrote or removed 12 files in copies of its own; yours are as they were" in text
@@ -171,3 +184,71 @@ def test_a_predicted_ratio_stands_beside_the_measured_one(sample):
 def test_a_tune_that_can_go_on_says_how(sample):
     record = dataclasses.replace(sample("tune_nothing"), resume="runs/t 1")
     assert "  go on       flopwise tune --resume 'runs/t 1' --budget TIME" in lines(record)
+
+
+def flat(record, width=160):
+    return " ".join(render(record, width=width, color=False).split())
+
+
+@pytest.mark.parametrize(
+    ("multiplied", "ratio", "ci95", "why"),
+    [
+        (0.40, 0.30, (0.29, 0.31), "so what two of them could both save is in neither ratio"),
+        (0.20, 0.30, (0.29, 0.31), "so what one makes possible for another is in both ratios"),
+        (0.30, 0.31, (0.29, 0.33), "the interval of the proof holds both"),
+    ],
+)
+def test_why_single_gains_do_not_multiply(sample, multiplied, ratio, ci95, why):
+    record = with_proof(sample("tune_whole"), "faster", ratio, ci95=ci95)
+    text = flat(dataclasses.replace(record, multiplied=multiplied))
+    head = f"the ratios of the 2 kept fixes multiply to {multiplied:.4f}, together they give"
+    assert f"{head} {ratio:.4f}" in text
+    assert why in text
+    one = dataclasses.replace(record, multiplied=multiplied, kept=["FW104 bf16-autocast"])
+    assert "multiply to" not in flat(one)
+
+
+def test_mfu_says_of_which_work_it_is(sample):
+    record = sample("tune_whole")
+    work = record.proof.work
+    text = flat(record)
+    assert "at least 13.2 TFLOP a step, as the script as it is needs them" in text
+    assert (
+        "25 % of the positions are padding: not counted; 17.6 TFLOP with what it computes" in text
+    )
+    assert "with the fixes a step computes 13.2 TFLOP, 24.7 % less for the same work" in text
+    plain = dataclasses.replace(
+        work, padding_frac=None, old_counted_flops_per_step=1.32e13, new_counted_flops_per_step=1.32e13,
+        mfu_reason="no peak is known",
+    )  # fmt: skip
+    text = flat(dataclasses.replace(record, proof=dataclasses.replace(record.proof, work=plain)))
+    assert "the same work: 13.2 TFLOP a step" in text
+    assert "no peak is known" in text
+    assert "with the fixes a step computes" not in text
+
+
+def test_what_is_saved_and_what_is_not_known(sample):
+    record = sample("tune_whole")
+    saved = dataclasses.replace(
+        record.savings, old_j=None, new_j=None, energy="not measured: why", old_usd=None, new_usd=None,
+        usd_per_device_hour=None, devices=None,
+    )  # fmt: skip
+    text = flat(dataclasses.replace(record, savings=saved))
+    assert "energy not measured: why" in text
+    assert "money not reckoned: no price was given" in text
+    assert "MJ" not in text
+    missing = dataclasses.replace(saved, usd_per_device_hour=3.5)
+    assert "not all ranks were measured" in flat(dataclasses.replace(record, savings=missing))
+
+
+def test_ledgers_that_are_not_there_have_a_reason(sample):
+    record = dataclasses.replace(sample("tune_whole"), ledgers=None, ledgers_reason="no time")
+    assert "ledger not compared · no time" in flat(record)
+    assert "the ledger as it is" not in flat(record)
+
+
+def test_the_tune_itself_pays_too(sample):
+    record = dataclasses.replace(sample("tune_whole"), break_even=None)
+    assert "break-even the tune itself (9 min 12 s, $0.54) has paid after 1,699 steps" in flat(
+        record
+    )

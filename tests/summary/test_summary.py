@@ -19,7 +19,7 @@ from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
 from flopwise.records.rank import DeviceMetrics, FlopCount, RankRecord, StepRow, Telemetry
 from flopwise.records.run import RunRecord
 from flopwise.records.surroundings import CoreMask, Surroundings
-from flopwise.reports.terminal import render_run
+from flopwise.reports.terminal import render
 from flopwise.summary import Context, one_per_rank
 
 MakeRank = Callable[..., RankRecord]
@@ -210,7 +210,7 @@ def test_of_several_threads_that_train_only_the_steps_are_given_out(make_rank: M
     assert record.throughput.samples_per_s is None
     assert record.throughput.reason == "several threads train"
     assert record.findings == []
-    text = render_run(record, width=100, color=False)
+    text = render(record, width=100, color=False)
     assert SEVERAL.split(" (")[0] in text
     assert "samples and tokens are not given: several threads train" in text
 
@@ -221,7 +221,7 @@ def test_one_rank_with_several_threads_leaves_all_without_an_mfu(make_rank: Make
     assert (record.mfu.value, record.mfu.reason) == (None, SEVERAL)
     assert record.phases.backward_s is None
     assert [r.data_s for r in record.ranks] == [0.0, None]
-    assert "a at x.py:1" in " ".join(render_run(record, width=100, color=False).split())
+    assert "a at x.py:1" in " ".join(render(record, width=100, color=False).split())
 
 
 def test_several_threads_without_a_step_to_time_are_the_reason(make_rank: MakeRank) -> None:

@@ -139,7 +139,7 @@ def _one(args: argparse.Namespace, peak: Peak | None, source: Source | None = No
     from flopwise.diagnosis.ranks.job import job_of
     from flopwise.errors import FlopwiseError
     from flopwise.records import store
-    from flopwise.reports.terminal import render_ledger
+    from flopwise.reports.terminal import render
     from flopwise.trace.chrome import read
     from flopwise.trace.nsys import notes_of, read_nsys
 
@@ -178,7 +178,7 @@ def _one(args: argparse.Namespace, peak: Peak | None, source: Source | None = No
         return render_ledger_html(record)
 
     def shown(**how: Any) -> str:
-        return render_ledger(record, **how)
+        return render(record, **how)
 
     return _put(args, text, page, shown, written, partial=trace.damage.ends_early is not None)
 
@@ -221,7 +221,7 @@ def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> i
     from flopwise.errors import FlopwiseError
     from flopwise.measurement.jobs import conclude, read_ranks
     from flopwise.records import store
-    from flopwise.reports.terminal import render_job
+    from flopwise.reports.terminal import render
 
     _check_one(args, sources)
     told = Ranks() if sys.stderr.isatty() else None
@@ -254,7 +254,7 @@ def _several(args: argparse.Namespace, peak: Peak | None, sources: Sources) -> i
         return render_job_html(record)
 
     def shown(**how: Any) -> str:
-        return render_job(record, **how)
+        return render(record, **how)
 
     written = [] if args.tables is None else _tables(args, ranks, None)
     partial = not args.no_ledger and any(one.ledger is None for one in record.ranks)

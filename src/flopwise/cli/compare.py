@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     from flopwise.records import store
     from flopwise.reports.html import render_comparison_html
     from flopwise.reports.stream import look, write
-    from flopwise.reports.terminal import render_comparison
+    from flopwise.reports.terminal import render
 
     gates = [parse_gate(text) for text in args.fail_above]
     if args.fail_unclear and not gates:
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         page = render_comparison_html(record) if args.html is not None else ""
         saved = [args.html] if args.html is not None else []
         saved += [str(args.json)] if args.json is not None else []
-        report = render_comparison(
+        report = render(
             record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only, saved=saved
         )
     except (ArithmeticError, ValueError) as error:

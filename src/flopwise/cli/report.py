@@ -7,7 +7,7 @@ import os
 import stat
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flopwise.cli.arguments import width_of
 from flopwise.errors import RecordError, RunFolderError, UsageError
@@ -42,9 +42,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="folder of a run (it holds run.json or tune.json), or such a file",
     )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
-    parser.add_argument(
-        "--html", metavar="PATH", help="write the report of a run as one HTML file, too"
-    )
+    parser.add_argument("--html", metavar="PATH", help="write the report as one HTML file, too")
     parser.add_argument(
         "--width",
         metavar="N",
@@ -59,10 +57,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         RunFolderError: there is no run at the path, or standard output cannot be written.
         RecordError: the record is damaged, of another version, or of another kind.
-        UsageError: --html of a tune, or onto the record.
+        UsageError: --html onto the record.
     """
     from flopwise.reports.stream import look, write
-    from flopwise.reports.terminal import render_run, render_tune
+    from flopwise.reports.terminal import render
 
     record = load(args.record)
     try:
@@ -72,7 +70,6 @@ def run(args: argparse.Namespace) -> int:
             text = store.encode(record)
         else:
             seen = look(sys.stdout, width=args.width)
-            render: Any = render_run if isinstance(record, run_record.RunRecord) else render_tune
             text = render(record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only)
     except ArithmeticError as error:
         raise RecordError(
@@ -84,16 +81,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_page(path: Path, record: run_record.RunRecord | verdict.TuneRecord, html: str) -> None:
-    from flopwise.reports.html import render_html
+    from flopwise.reports.html import render_html, render_tune_html
 
-    if not isinstance(record, run_record.RunRecord):
-        raise UsageError(
-            f"{path}: --html draws runs, and this is a tune. Give a run.json; nothing was written"
-        )
-    stored = path / "run.json" if os.path.isdir(path) else path
+    stored = _file_in(path) if os.path.isdir(path) else path
     if os.path.realpath(html) == os.path.realpath(stored):
         raise UsageError(f"--html {html}: that is the record itself. Nothing was written")
-    store.put_text("--html", html, render_html(record))
+    if isinstance(record, run_record.RunRecord):
+        store.put_text("--html", html, render_html(record))
+    else:
+        store.put_text("--html", html, render_tune_html(record))
 
 
 def load(path: Path) -> run_record.RunRecord | verdict.TuneRecord:

@@ -78,6 +78,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="steps that the job still has: a fix whose compilation and warm-up do not pay back in them is not kept",
     )
     parser.add_argument(
+        "--price", type=float, metavar="USD", help="price of one device-hour: savings in money, too"
+    )
+    parser.add_argument(
         "--allow-writes",
         action="append",
         default=[],
@@ -114,6 +117,7 @@ def run(arguments: argparse.Namespace) -> int:
     from flopwise import api, tuning
 
     api.check_json(arguments.json)
+    api.check_price(arguments.price)
     if arguments.resume is not None:
         return tuning.tune_command(_resumed(arguments), json_path=arguments.json)
     for option in ("force", "baseline"):
@@ -168,6 +172,7 @@ def _asked(arguments: argparse.Namespace) -> Asked:
         steps_remaining=arguments.steps_remaining,
         allowed=[os.path.abspath(path) for path in arguments.allow_writes],
         cwd=os.getcwd(),
+        price=arguments.price,
     )
 
 
@@ -185,6 +190,7 @@ def _resumed(arguments: argparse.Namespace) -> Tuning:
         "fixes",
         "allow",
         "steps_remaining",
+        "price",
         "dry_run",
         "baseline",
         "allow_writes",

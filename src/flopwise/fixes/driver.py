@@ -567,6 +567,7 @@ def _trial(
         setting=dict(applied.setting) if applied is not None else {},
         warmup_s=result.warmup_s,
         predicted_ratio=None if gain is None else 1 - gain,
+        causes=list(fix.causes),
     )
 
 

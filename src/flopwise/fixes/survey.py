@@ -84,6 +84,7 @@ def asked(fix: Fix, scene: Scene, findings: Mapping[str, float | None]) -> dict[
         "name": fix.name,
         "numerics": fix.numerics,
         "opt_in": fix.opt_in,
+        "causes": list(fix.causes),
         "findings": [code for code in fix.findings if code in findings],
         "conflicts": list(fix.conflicts),
         "eligible": False,

@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flopwise.flops.table import rule_of
 from flopwise.records.run import Mfu
 from flopwise.units import count, percent
 
@@ -100,6 +101,27 @@ def utilisation(
         hfu=None if hfu else sum(demand.executed.values()) / seconds / peak,
         achieved=None if full else achieved,
     )
+
+
+#: Products of many small matrices: what unfused attention is made of. Torch makes `matmul` of these or of `mm`.
+BATCHED = frozenset(("aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::matmul"))
+
+
+def pairwise_frac(by_op: Mapping[str, int]) -> float | None:
+    """Returns which share of FLOPs by op may grow with the pairs of positions, None where nothing was counted.
+
+    Attention does; so may every batched product, since unfused attention is made of them. The rest grows with the
+    positions at most.
+    """
+    total = sum(by_op.values())
+    if total <= 0:
+        return None
+    return sum(n for op, n in by_op.items() if op in BATCHED or _attends(op)) / total
+
+
+def _attends(op: str) -> bool:
+    rule = rule_of(op)
+    return rule is not None and rule.family == "attention"
 
 
 def _unusable(demand: Demand, step_s: float, devices: float) -> str | None:
@@ -226,6 +248,7 @@ def _record(
         cross_check=demand.cross_check,
         reason=reason,
         of_measured_ceiling=of_ceiling,
+        pairwise_frac=pairwise_frac(demand.by_op),
     )
 
 

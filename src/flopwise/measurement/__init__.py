@@ -165,10 +165,10 @@ class Measurement:
             return
         self._printed = record
         from flopwise.reports.stream import look
-        from flopwise.reports.terminal import render_run
+        from flopwise.reports.terminal import render
 
         seen = look(sys.stderr)
-        text = render_run(
+        text = render(
             record,
             width=seen.width,
             color=seen.color,

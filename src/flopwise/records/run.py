@@ -126,6 +126,8 @@ class Mfu:
     cross_check: str | None  # agreement with torch.utils.flop_counter, disagreements named
     reason: str | None  # why value is None, or what limits it
     of_measured_ceiling: float | None = None  # achieved / measured GEMM ceiling, where one is known
+    #: Of the model FLOPs, what may grow with pairs of positions: attention, and every batched product.
+    pairwise_frac: float | None = None
 
 
 @dataclass(frozen=True)

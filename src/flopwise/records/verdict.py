@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
 from typing import Any
+
+from flopwise.records.comparison import LineChange
 
 SCHEMA = "flopwise.tune/1"
 
@@ -66,9 +68,29 @@ class Trial:
     environment: dict[str, str] = field(
         default_factory=dict
     )  # variables that the process starts with
+    causes: list[str] = field(default_factory=list)  # what it is the cure of, as the fix names it
     changes: str = ""  # of an opt-in: what it changes beside time and rounding
     #: `warmup_s` in a later process of the tune, which found in the cache what was compiled; None: no process has shown it.
     warmup_cached_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of a step, which fixes do not change, and how fast it was done. What it is made of: docs/tune-report.md."""
+
+    unit: str  # "real tokens" | "samples" | "steps": in what the work of both arms is counted
+    per_step: float  # of these, as it is
+    old_per_s: float  # mean over the processes of the arm
+    new_per_s: float | None  # None: there is no run with the fixes
+    model_flops_per_step: float | None  # of tokens of use, as it is; with padding: at least so many
+    old_counted_flops_per_step: float | None  # needed for what was computed, padding included
+    new_counted_flops_per_step: float | None
+    padding_frac: float | None  # of the positions, as it is; None: padding is not visible
+    mfu_old: float | None  # of `model_flops_per_step`
+    mfu_new: float | None
+    mfu_reason: str | None  # why there is none, or what limits it
+    tokens_per_unit: float | None = None  # of a sample; None: not seen, or some are padding
+    note: str | None = None  # why a finer unit was not taken
 
 
 @dataclass(frozen=True)
@@ -80,9 +102,13 @@ class Proof:
     first_loss_old: float | None
     first_loss_new: float | None
     exit_codes_equal: bool
-    mfu_old: float | None = None  # mean over the processes of the arm; None: not known of all
+    mfu_old: float | None = None  # of the same work, see `work`; None: not known of all processes
     mfu_new: float | None = None
     losses: str | None = None  # how the losses of a later step of the arms differ, in words
+    work: Work | None = None  # None: in records of older versions
+    j_old: float | None = None  # of all devices, a step, mean over the processes of the arm
+    j_new: float | None = None
+    energy: str | None = None  # what the joules cover, or why they were not measured
 
 
 @dataclass(frozen=True)
@@ -94,6 +120,7 @@ class TimeUse:
     trials_s: float
     proof_s: float
     reserved_s: float  # what was set aside for the proof
+    after_s: float = 0.0  # the profiled run with what was kept
 
 
 @dataclass(frozen=True)
@@ -136,13 +163,59 @@ class BreakEven:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """What the plan saves over some steps; below 0 where it costs more."""
+
+    scope: str  # "step" | "epoch" | "run": the steps that the user said are left
+    steps: float
+    s: float  # of the run, the warm-up is taken off
+    j: float | None  # of the devices, the warm-up not taken off; None: not measured
+    usd: float | None  # of the time; None: no price was given
+
+
+@dataclass(frozen=True)
+class Savings:
+    """Time, energy and money of a step before and after, as the processes of the final proof took them."""
+
+    old_s: float
+    new_s: float
+    old_j: float | None  # of all devices, a step
+    new_j: float | None
+    energy: str  # what the joules cover, or why there are none
+    usd_per_device_hour: float | None  # as the user gave it
+    devices: int | None  # that it is paid for; on a CPU a device is a host
+    old_usd: float | None  # a step
+    new_usd: float | None
+    saved: list[Saved]
+    epoch: str  # how the steps of an epoch are known, or why they are not
+    tune_usd: float | None  # what the tune itself has cost, all of its time
+    tune_steps: float | None  # after which time of the tune and warm-up are saved; None: never
+
+
+@dataclass(frozen=True)
+class Ledgers:
+    """The ledger before and after. Both processes were profiled, and are none of the proof's."""
+
+    old_s: float  # undisturbed step of the script as it is
+    new_s: float  # with what was kept
+    old_trusted: bool
+    new_trusted: bool
+    lines: list[LineChange]  # in the order of the ledger
+    credits: dict[str, list[str]]  # by line: kept fixes that are the cure of what it holds
+    doubts: list[str]  # what is not alike, or in doubt, in words
+
+
+@dataclass(frozen=True)
 class Predicted:
     """How far the ledger's predictions were from what was measured."""
 
-    trials: int  # that have both
-    median_error_frac: float  # of |predicted - measured gain| / measured gain
-    optimistic: int  # predicted more than the interval's upper end of the gain
-    pessimistic: int  # predicted less than half of its lower end
+    trials: int  # that have both, and a gain for certain
+    #: Of |predicted - measured gain| / measured gain, over these; None: there are none.
+    median_error_frac: float | None
+    optimistic: int  # of these: predicted more than the interval's upper end of the gain
+    pessimistic: int  # of these: predicted less than half of its lower end
+    unshown: int = 0  # trials that have both, and no gain for certain
+    unshown_optimistic: int = 0  # of these: predicted more than the interval's upper end
 
 
 @dataclass(frozen=True)
@@ -177,6 +250,10 @@ class TuneRecord:
     more_writes: int = 0  # that are not listed
     sessions: int = 1  # 1, and one more for each time it was resumed
     resume: str | None = None  # the folder, where a longer time would have tried or proven more
+    savings: Savings | None = None  # None: no plan was written
+    ledgers: Ledgers | None = None
+    ledgers_reason: str | None = None  # why there are none
+    multiplied: float | None = None  # the ratios of all kept fixes, multiplied: not what they give
 
 
 def stored(record: TuneRecord) -> dict[str, Any]:
@@ -188,18 +265,12 @@ def stored(record: TuneRecord) -> dict[str, Any]:
     return data
 
 
-def agreement(trials: Sequence[Trial]) -> Predicted | None:
-    """Returns how far predictions lie from the measured gains, over the trials that have both and gained for certain."""
-    errors, optimistic, pessimistic = [], 0, 0
-    for trial in trials:
-        if trial.predicted_ratio is None or trial.ratio is None or trial.ci95 is None:
-            continue
-        if trial.ci95[1] >= 1:
-            continue
-        gain, predicted = 1 - trial.ratio, 1 - trial.predicted_ratio
-        errors.append(abs(predicted - gain) / gain)
-        optimistic += predicted > 1 - trial.ci95[0]
-        pessimistic += predicted < (1 - trial.ci95[1]) / 2
-    if not errors:
-        return None
-    return Predicted(len(errors), median(errors), optimistic, pessimistic)
+def multiplied(kept: Sequence[Trial]) -> float | None:
+    """Returns the product of the ratios of kept fixes, None where one of them has none.
+
+    It is not what they give together: each ratio is beside all others, and what two of them could both have saved is in
+    neither.
+    """
+    ratios = [trial.ratio for trial in kept]
+    known = [ratio for ratio in ratios if ratio is not None]
+    return math.prod(known) if known and len(known) == len(ratios) else None

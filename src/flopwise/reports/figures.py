@@ -47,6 +47,11 @@ def counted(n: int, noun: str, plural: str | None = None) -> str:
     return f"{n} {noun if n == 1 else plural or noun + 's'}"
 
 
+def whole(value: float) -> str:
+    """Returns a number of things, rounded up: `12,500`."""
+    return f"{math.ceil(value):,}" if abs(value) < _LARGEST else ABSURD
+
+
 def few(names: Sequence[str], limit: int = 3) -> str:
     """Returns the first names of a list, and how many more there are."""
     rest = len(names) - limit

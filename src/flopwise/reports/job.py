@@ -15,20 +15,6 @@ DOUBTS = 6
 PLACES = 3
 
 
-def render_job(
-    record: JobRecord,
-    *,
-    width: int,
-    color: bool,
-    ascii_only: bool = False,
-    saved: Sequence[str] = (),
-) -> str:
-    """Returns the report of a job's traces; arguments as in `terminal.render_run`."""
-    screen = Screen(width, ascii_only=ascii_only)
-    draw(screen, record, saved)
-    return screen.render(color=color)
-
-
 def draw(screen: Screen, record: JobRecord, saved: Sequence[str] = ()) -> None:
     """Draws the whole report."""
     screen.heading((words.title(record), "bold"), words.facts(record))

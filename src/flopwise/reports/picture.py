@@ -10,5 +10,5 @@ from flopwise.reports.screen import Screen
 def render_svg(record: RunRecord, *, width: int = 100, title: str = "flopwise") -> str:
     """Returns the report of a run as SVG, `width` cells wide, that loads nothing from elsewhere."""
     screen = Screen(width)
-    run.draw(screen, record, next_command=None, saved=())
+    run.draw(screen, record)
     return screen.svg(title)

@@ -8,7 +8,7 @@ from flopwise.records.preview import Preview, Prospect
 from flopwise.reports import figures
 from flopwise.reports.run import command_line
 from flopwise.reports.screen import Column, Piece, Screen
-from flopwise.reports.tune import side
+from flopwise.reports.tune_words import side
 
 _STYLES = {"would be tried": "bold green", "declined": "dim", "unknown": "yellow"}
 

@@ -21,8 +21,10 @@ PIPES = ("FP16", "FP32", "FP64")
 LEAST_PIPE_FRAC = 0.005
 
 
-def draw(screen: Screen, record: RunRecord, next_command: str | None, saved: Sequence[str]) -> None:
-    """Draws the whole report."""
+def draw(
+    screen: Screen, record: RunRecord, saved: Sequence[str] = (), next_command: str | None = None
+) -> None:
+    """Draws the whole report; `next_command` is what to type next."""
     _head(screen, record)
     screen.blank()
     _results(screen, record)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import Proof
 from flopwise.trials.compare import compare_runs
+from flopwise.trials.work import work_of
 
 #: How a run's notes begin that name the fixes which a plan has switched on, and those it has not.
 APPLIED, NOT_APPLIED = "applied by the plan: ", "planned fix "
@@ -52,7 +53,7 @@ def conclude(
         ValueError: fewer than 3 runs an arm, or unequal numbers.
     """
     timed = min(run.steps.timed for run in (*old, *new))
-    on = [_applied(run) for run in new]
+    on = [applied_in(run) for run in new]
     applied = [code for code in planned if all(code in codes for codes in on)]
     left_out = [note for run in new for note in run.notes if note.startswith(NOT_APPLIED)]
     notes = list(dict.fromkeys(left_out))
@@ -61,6 +62,7 @@ def conclude(
             f"a process of the final proof timed {timed} of the {steps} steps that were asked for: the script ended before, "
             "or leading steps were slow and are left out"
         )
+    work = work_of(old, new)
     proof = Proof(
         comparison=compare_runs(
             [run.step_s.mean for run in old],
@@ -72,9 +74,13 @@ def conclude(
         first_loss_old=_first_loss(old[0]),
         first_loss_new=_first_loss(new[0]),
         exit_codes_equal=len({run.exit_code for run in (*old, *new)}) == 1,
-        mfu_old=_mean_mfu(old),
-        mfu_new=_mean_mfu(new),
+        mfu_old=work.mfu_old,
+        mfu_new=work.mfu_new,
         losses=compare_losses([_later_loss(run) for run in old], [_later_loss(run) for run in new]),
+        work=work,
+        j_old=_joules(old),
+        j_new=_joules(new),
+        energy=_energy([*old, *new]),
     )
     return Conclusion(proof, applied, _doubt(proof, on, applied, planned), notes)
 
@@ -101,7 +107,7 @@ def compare_losses(old: Sequence[float | None], new: Sequence[float | None]) -> 
     return f"losses of step {LATER_STEP} differ by {apart:.1e} (relative); {own}"
 
 
-def _applied(run: RunRecord) -> list[str]:
+def applied_in(run: RunRecord) -> list[str]:
     """Returns the codes of the fixes that a run says it has switched on."""
     return [
         part.split()[0]
@@ -127,14 +133,20 @@ def _doubt(
     return None
 
 
+def _joules(runs: Sequence[RunRecord]) -> float | None:
+    known = [run.energy.j_per_step for run in runs if run.energy.j_per_step is not None]
+    return statistics.fmean(known) if len(known) == len(runs) else None
+
+
+def _energy(runs: Sequence[RunRecord]) -> str:
+    """Returns what the joules of runs cover, or why they were not measured in one of them."""
+    why = next((run.energy.reason for run in runs if run.energy.j_per_step is None), None)
+    return runs[0].energy.boundary if why is None else f"not measured: {why}"
+
+
 def _later_loss(run: RunRecord) -> float | None:
     return run.losses[LATER_STEP - 1] if len(run.losses) >= LATER_STEP else None
 
 
 def _first_loss(run: RunRecord) -> float | None:
     return run.losses[0] if run.losses else None
-
-
-def _mean_mfu(runs: Sequence[RunRecord]) -> float | None:
-    values = [run.mfu.value for run in runs if run.mfu.value is not None]
-    return statistics.fmean(values) if len(values) == len(runs) else None

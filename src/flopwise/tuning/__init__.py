@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,25 +14,40 @@ from pathlib import Path
 from flopwise import plans
 from flopwise._version import __version__
 from flopwise.api import write_json
-from flopwise.errors import NothingMeasuredError, UsageError
+from flopwise.errors import NothingMeasuredError, RecordError, UsageError
 from flopwise.launch import apart
 from flopwise.launch import folder as folders
 from flopwise.measurement import Measurement
 from flopwise.measurement.words import line, say
 from flopwise.records import plan as plan_records
+from flopwise.records import rank as rank_records
 from flopwise.records import run as run_records
 from flopwise.records import store, verdict
+from flopwise.records.rank import RankRecord
 from flopwise.records.run import RunRecord
-from flopwise.records.verdict import Comparison, Proof, Side, Speedup, Trial, TuneRecord
+from flopwise.records.verdict import (
+    BreakEven,
+    Comparison,
+    Proof,
+    Savings,
+    Side,
+    Speedup,
+    Trial,
+    TuneRecord,
+)
 from flopwise.reports.stream import look
-from flopwise.reports.terminal import render_tune
+from flopwise.reports.terminal import render
+from flopwise.trials.predictions import agreement, gains
 from flopwise.trials.proof import Conclusion
+from flopwise.trials.work import work_of
 from flopwise.tuning import state as states
+from flopwise.tuning.after import AFTER, ledgers, profile_after
 from flopwise.tuning.budget import Budget
 from flopwise.tuning.pooling import Pools
 from flopwise.tuning.process_trials import try_in_processes
 from flopwise.tuning.processes import Processes
 from flopwise.tuning.proving import break_even, prove
+from flopwise.tuning.savings import savings, steps_of_epoch
 from flopwise.tuning.state import Asked, Baseline, State
 from flopwise.tuning.trying import (
     OF_TIME,
@@ -43,8 +59,20 @@ from flopwise.tuning.trying import (
     try_fixes,
 )
 
-#: The baseline's folder.
-BASELINE = "baseline"
+#: The baseline's folder, and the page.
+BASELINE, REPORT = "baseline", "report.html"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the trials and the proof come to."""
+
+    trials: list[Trial]
+    kept: list[Trial]  # and proven, where there is a plan
+    proof: Proof | None = None
+    pays: BreakEven | None = None
+    plan: Path | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -64,7 +92,7 @@ class Tuning:
         self.budget.cached = state.cached
         self.processes = Processes(
             state.asked.job(), self.folder, self.budget, self.quiet, state.asked.allowed, state.writes,
-            self._starts,
+            self._starts, state.asked.price,
         )  # fmt: skip
         self.tried = Tried(
             state.trials, state.aa, state.trial_torch, state.notes, state.attempts, Pools(state.turns),
@@ -91,6 +119,7 @@ class Tuning:
             concluded = prove(self.processes, kept, self.notes, runs, self.save)
         record = self._record(baseline, concluded)
         store.write_text(self.folder / "tune.json", store.encode(verdict.stored(record)))
+        _write_page(self.folder / REPORT, record)
         if record.resume is not None:
             self.save()
         else:
@@ -126,12 +155,14 @@ class Tuning:
         """Measures the script as it is, unless an earlier session has, and learns how long a process of the proof takes."""
         if self.state.baseline is not None:
             record = store.read(self.folder / BASELINE / "run.json", RunRecord, run_records.SCHEMA)
-            self.budget.learn(record, self.state.baseline.wall_s)
+            known = self.state.baseline
         else:
             with self.budget.part("baseline"):
                 record, wall_s = measure_baseline(self.processes)
-            self.state.baseline = Baseline(wall_s)
-            self.budget.learn(record, wall_s)
+            known = Baseline(wall_s, self.budget.spent["baseline"])
+        self.budget.learn(record, known.wall_s, known.whole_s if record.ledger else 0.0)
+        if self.state.baseline is None:
+            self.state.baseline = known
             self.save()
         too_small = self.budget.too_small(len(self.state.asked.codes))
         if too_small and not self.state.tried:
@@ -162,40 +193,70 @@ class Tuning:
 
     # ------------------------------------------------------------------ the record
 
-    def _record(self, baseline: RunRecord, concluded: Conclusion | None) -> TuneRecord:
-        """Returns the record of the tune; writes the plan if the proof carries one."""
+    def _outcome(self, baseline: RunRecord, concluded: Conclusion | None) -> Outcome:
+        """Returns what the trials and the proof come to; writes the plan if the proof carries one."""
         asked, tried = self.state.asked, self.tried
-        proof: Proof | None = None
-        plan: Path | None = None
-        trials = [replace(t, changes=plans.OPT_IN.get(t.fix, "")) for t in tried.trials]
-        notes = [*tried.notes, *self.notes]
-        pays = None
-        if concluded is not None:
-            proof = concluded.proof
-            trials = [_as_proven(trial, concluded) for trial in trials]
-            kept = [t for t in trials if t.verdict == "kept"]
-            pays = break_even(concluded, kept, asked.steps_remaining, self.state.cached)
-            doubt = concluded.doubt
-            if (
-                doubt is None
-                and pays is not None
-                and pays.steps > (asked.steps_remaining or float("inf"))
-            ):
-                doubt = (
-                    f"the warm-up of {pays.warmup_s:.0f} s pays back after {pays.steps:.0f} steps only, and the job has "
-                    f"{asked.steps_remaining} left"
-                )
-            if doubt is None:
-                plan = self._write_plan(kept, proof, tried.torch or baseline.env.torch)
-            else:
-                notes.append(f"{doubt}: no plan was written")
         cached = self.state.cached
-        trials = [replace(t, warmup_cached_s=cached.get(t.fix)) if t.warmup_s else t for t in trials]  # fmt: skip
-        writes, more = apart.together(self.processes.writes)
-        before = Side(
-            proof.comparison.old_s if proof else baseline.step_s.mean,
-            proof.mfu_old if proof else baseline.mfu.value,
+        trials = [
+            replace(
+                t,
+                changes=plans.OPT_IN.get(t.fix, ""),
+                warmup_cached_s=cached.get(t.fix) if t.warmup_s else None,
+            )
+            for t in tried.trials
+        ]
+        if concluded is None:
+            return Outcome(trials, [])
+        proof = concluded.proof
+        trials = [_as_proven(trial, concluded) for trial in trials]
+        kept = [t for t in trials if t.verdict == "kept"]
+        pays = break_even(concluded, kept, asked.steps_remaining, cached)
+        doubt = concluded.doubt
+        if doubt is None and pays is not None and pays.steps > (asked.steps_remaining or math.inf):
+            doubt = (
+                f"the warm-up of {pays.warmup_s:.0f} s pays back after {pays.steps:.0f} steps only, and the job has "
+                f"{asked.steps_remaining} left"
+            )
+        if doubt is not None:
+            return Outcome(trials, kept, proof, pays, notes=[f"{doubt}: no plan was written"])
+        plan = self._write_plan(kept, proof, tried.torch or baseline.env.torch)
+        return Outcome(trials, kept, proof, pays, plan)
+
+    def _ledgers(
+        self, baseline: RunRecord, outcome: Outcome
+    ) -> tuple[verdict.Ledgers | None, str | None]:
+        """Returns the ledger before and after, or why there is none."""
+        if outcome.plan is None:
+            return None, None
+        proven = outcome.proof.comparison if outcome.proof is not None else None
+        if baseline.ledger is None:  # there is nothing to hold another one against
+            return ledgers(baseline, baseline, outcome.kept, proven)
+        done = self.state.runs_of(AFTER)["new"]
+        after = profile_after(self.processes, outcome.kept, done, self.save)
+        return ledgers(baseline, after, outcome.kept, proven)
+
+    def _savings(self, baseline: RunRecord, outcome: Outcome) -> Savings | None:
+        if outcome.plan is None or outcome.proof is None:
+            return None
+        return savings(
+            outcome.proof,
+            baseline.cost,
+            steps_of_epoch(baseline, _ranks(self.folder / BASELINE)),
+            warmup_s=outcome.pays.warmup_s if outcome.pays is not None else 0.0,
+            steps_remaining=self.state.asked.steps_remaining,
+            tune_s=self.budget.used_s(),
         )
+
+    def _record(self, baseline: RunRecord, concluded: Conclusion | None) -> TuneRecord:
+        """Returns the record of the tune."""
+        asked, tried = self.state.asked, self.tried
+        outcome = self._outcome(baseline, concluded)
+        proof, plan, trials = outcome.proof, outcome.plan, outcome.trials
+        both, why_not = self._ledgers(baseline, outcome)
+        writes, more = apart.together(self.processes.writes)
+        before = Side(baseline.step_s.mean, work_of([baseline]).mfu_old)
+        if proof is not None:
+            before = Side(proof.comparison.old_s, proof.mfu_old)
         after = Side(proof.comparison.new_s, proof.mfu_new) if proof and plan else Side(None, None)
         return TuneRecord(
             schema=verdict.SCHEMA,
@@ -210,21 +271,25 @@ class Tuning:
             aa_spread_frac=_half_width(tried.aa),
             aa=tried.aa,
             trials=trials,
-            kept=[f"{t.fix} {t.name}" for t in trials if t.verdict == "kept"] if plan else [],
+            kept=[f"{t.fix} {t.name}" for t in outcome.kept] if plan else [],
             proof=proof,
             plan=str(plan) if plan else None,
             wall_s=self.budget.used_s(),
-            notes=list(dict.fromkeys(notes)),
+            notes=list(dict.fromkeys([*tried.notes, *self.notes, *outcome.notes])),
             time=self.budget.use(),
             baseline=before,
             final=after,
             speedup=Speedup(proof.comparison.ratio, proof.comparison.ci95) if proof else None,
-            break_even=pays,
-            predicted=verdict.agreement(trials),
+            break_even=outcome.pays,
+            predicted=agreement(gains({asked.script: trials})),
             writes=writes,
             more_writes=more,
             sessions=self.state.sessions,
             resume=str(self.folder) if concluded is None and self._open() else None,
+            savings=self._savings(baseline, outcome),
+            ledgers=both,
+            ledgers_reason=why_not,
+            multiplied=verdict.multiplied(outcome.kept) if plan else None,
         )
 
     def _write_plan(self, kept: list[Trial], proof: Proof, torch: str) -> Path:
@@ -303,12 +368,31 @@ def profiled_s(measurement: Measurement) -> float:
     return longest
 
 
+def _write_page(path: Path, record: TuneRecord) -> None:
+    """Writes the page of a tune that is stored already: what goes wrong here is said, and costs nothing else."""
+    from flopwise.reports.html import render_tune_html
+
+    try:
+        store.write_text(path, render_tune_html(record))
+    except Exception as error:
+        say(line(f"flopwise tune: no {path.name}: {error}"))
+
+
 def _as_proven(trial: Trial, concluded: Conclusion) -> Trial:
     """Returns a trial as it stands after the proof: a fix that did not run there is not kept."""
     if trial.verdict != "kept" or trial.fix in concluded.applied:
         return trial
     reason = f"{trial.reason}; but it was left out in a process of the final proof"
     return replace(trial, verdict="not kept", reason=reason)
+
+
+def _ranks(folder: Path) -> list[RankRecord]:
+    """Returns the records of the ranks of a run; those that cannot be read are left out."""
+    found = []
+    for path in sorted((folder / folders.RANKS).glob("*.json")):
+        with contextlib.suppress(RecordError):
+            found.append(store.read(path, RankRecord, rank_records.SCHEMA))
+    return found
 
 
 def _half_width(comparison: Comparison | None) -> float | None:
@@ -389,10 +473,9 @@ def tune_command(tuning: Tuning, *, json_path: str | None) -> int:
     if json_path is not None:
         write_json(json_path, verdict.stored(record))
     seen = look(sys.stdout)
-    saved = [str(folder / "tune.json")]  # the plan is in the record
+    # The plan is in the record.
+    saved = [str(folder / name) for name in ("tune.json", REPORT) if (folder / name).exists()]
     sys.stdout.write(
-        render_tune(
-            record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only, saved=saved
-        )
+        render(record, width=seen.width, color=seen.color, ascii_only=seen.ascii_only, saved=saved)
     )
     return 0

@@ -26,6 +26,8 @@ MARGIN = 1.2
 #: A trial process gets this long beyond its time to undo what it tried and to end, besides some steps.
 GRACE_S = 5.0
 GRACE_STEPS = 3
+#: A profiled process with what is kept shows where the step goes then: trials wait for that up to this share of the time.
+AFTER_FRAC = 0.1
 #: Steps of the shortest comparison: eight pairs of the shortest blocks.
 RACE_STEPS = MIN_PAIRS * 2 * (FEWEST_BLOCK_STEPS + WASHOUT_STEPS)
 
@@ -42,6 +44,7 @@ class Budget:
     start_s: float = 0.0  # of it until steps run
     step_s: float = 0.0
     reserved_s: float = 0.0
+    after_s: float = 0.0  # of a profiled process with what is kept, at the end
     spent: dict[str, float] = field(default_factory=dict)
     #: By fix: what its warm-up takes in a process that finds in the cache what another has compiled, as one has shown.
     cached: dict[str, float] = field(default_factory=dict)
@@ -70,13 +73,15 @@ class Budget:
         finally:
             self.spent[name] = self.spent.get(name, 0.0) + self.clock() - began
 
-    def learn(self, baseline: RunRecord, wall_s: float) -> None:
-        """Reckons what a process of the proof takes.
+    def learn(self, baseline: RunRecord, wall_s: float, whole_s: float = 0.0) -> None:
+        """Reckons what a process of the proof takes, and the profiled one after it.
 
         Args:
             baseline: of the script as it is.
             wall_s: what its process took; all but its timed steps is taken for its start.
+            whole_s: the same with what was profiled.
         """
+        self.after_s = whole_s
         self.step_s = baseline.step_s.mean
         self.start_s = max(0.0, wall_s - baseline.steps.timed * self.step_s)
         self.process_s = self.start_s + self.proof_steps * self.step_s
@@ -119,8 +124,17 @@ class Budget:
                 self.cached[trial.fix] = max(share_s, self.cached.get(trial.fix, 0.0))
 
     def trials_s(self, kept: Sequence[Trial] = ()) -> float:
-        """Returns what is left for trials, the proof with what has been kept so far set aside."""
-        return self.left_s() - self.reserved_s - MARGIN * (self.proof_s(kept) - self.proof_s())
+        """Returns what is left for trials, the proof with what has been kept so far set aside.
+
+        So is the profiled process after it, where that is a small part of the whole.
+        """
+        after_s = MARGIN * self.after_s
+        if after_s > AFTER_FRAC * self.given_s:
+            after_s = 0.0
+        return self._trials_s() - MARGIN * (self.proof_s(kept) - self.proof_s()) - after_s
+
+    def _trials_s(self) -> float:
+        return self.left_s() - self.reserved_s
 
     def least_trials_s(self, fixes: int) -> float:
         """Returns the shortest time in which so many fixes can be tried, the A/A control first."""
@@ -132,7 +146,7 @@ class Budget:
 
         It does if a single fix can be tried.
         """
-        if self.trials_s() >= self.least_trials_s(1):
+        if self._trials_s() >= self.least_trials_s(1):
             return None
         baseline_s = self.used_s()
         enough = baseline_s + self.reserved_s + MARGIN * self.least_trials_s(fixes)
@@ -153,6 +167,16 @@ class Budget:
         return (
             f"the final proof was not run: it is reckoned to take {needed_s:.0f} s, and {max(0.0, self.left_s()):.0f} s "
             f"of the budget of {self.given_s:.0f} s were left. --budget {rounded_up(enough)} would do"
+        )
+
+    def no_after(self, kept: Sequence[Trial]) -> str | None:
+        """Returns why the profiled process with what is kept is not begun, None if there is time."""
+        needed_s = self.after_s + self.warmups_s(kept, 1)
+        if needed_s <= self.left_s():
+            return None
+        return (
+            f"no time was left to profile it with what was kept: that is reckoned to take {needed_s:.0f} s, and "
+            f"{max(0.0, self.left_s()):.0f} s of the budget were left"
         )
 
     def unfinished(self, what: str, number: int, ran_s: float, total: int | None = None) -> str:
@@ -186,6 +210,7 @@ class Budget:
             trials_s=self.spent.get("trials", 0.0),
             proof_s=self.spent.get("proof", 0.0),
             reserved_s=self.reserved_s,
+            after_s=self.spent.get("after", 0.0),
         )
 
 

@@ -19,7 +19,8 @@ from flopwise.records.preview import Preview, Prospect
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import Side
 from flopwise.reports.stream import look
-from flopwise.reports.terminal import render_preview
+from flopwise.reports.terminal import render
+from flopwise.trials.work import work_of
 from flopwise.tuning import BASELINE, measure_baseline
 from flopwise.tuning.budget import Budget
 from flopwise.tuning.process_trials import Answer, answers, ask
@@ -41,7 +42,7 @@ def preview_command(
         write_json(json_path, record)
     seen = look(sys.stdout)
     sys.stdout.write(
-        render_preview(
+        render(
             record,
             width=seen.width,
             color=seen.color,
@@ -84,7 +85,7 @@ def preview(
         command=asked.command,
         script=asked.script,
         baseline_folder=str(where),
-        baseline=Side(taken.step_s.mean, taken.mfu.value),
+        baseline=Side(taken.step_s.mean, work_of([taken]).mfu_old),
         fixes=[_prospect(code, said, asked, taken) for code, _ in FIXES],
         notes=notes,
     )

@@ -48,6 +48,7 @@ class Answer:
     opt_in: bool = False
     predicted_gain_frac: float | None = None
     findings: list[str] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -133,7 +134,10 @@ def _told(processes: Processes, trial: Trial, tried: Tried, save: Callable[[], N
 def _as_answered(answer: Answer, tried: Tried) -> Trial:
     """Returns a fix that may be tried as if it were kept; declined where it cannot."""
     predicted = None if answer.predicted_gain_frac is None else 1 - answer.predicted_gain_frac
-    trial = Trial(answer.code, answer.name, "kept", "", predicted_ratio=predicted, environment=answer.environment)  # fmt: skip
+    trial = Trial(
+        answer.code, answer.name, "kept", "", predicted_ratio=predicted, environment=answer.environment,
+        causes=answer.causes,
+    )  # fmt: skip
     clash = next((t for t in tried.kept if t.fix in answer.conflicts), None)
     if clash is not None:
         return _as(trial, "declined", f"it cannot be on together with {clash.fix} {clash.name}")

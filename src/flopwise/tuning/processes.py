@@ -35,6 +35,7 @@ class Processes:
     allowed: Sequence[str] = ()  # folders of the user's in which the script may write as ever
     writes: list[list[Write]] = field(default_factory=list)  # of each process so far
     starts: Callable[[str], None] = lambda name: None  # is told of each process before it starts
+    price_usd_per_hour: float | None = None
 
     def start(
         self,
@@ -70,7 +71,8 @@ class Processes:
         self.starts(path.name)
         command = {"command": ["flopwise", "run", *self.job.typed]}
         folder = folders.create(str(path), self.job.script, {**command, **options})
-        measurement = Measurement(self.job, folder, command, quiet=True)
+        price = self.price_usd_per_hour
+        measurement = Measurement(self.job, folder, command, None, price, quiet=True)
         if look is not None:
             measurement.look = lambda: look(folder)
         script = [os.path.dirname(os.path.abspath(self.job.file))] if self.job.file else []

@@ -34,6 +34,7 @@ class Asked:
     steps_remaining: int | None = None
     allowed: list[str] = field(default_factory=list)
     cwd: str = ""  # where it was begun
+    price: float | None = None  # US dollars a device-hour
 
     def job(self) -> Job:
         """Returns the job."""
@@ -45,6 +46,7 @@ class Baseline:
     """The script as it is, measured."""
 
     wall_s: float  # of its process, without what was profiled after the timed steps
+    whole_s: float = 0.0  # with it
 
 
 @dataclass

@@ -23,7 +23,7 @@ from flopwise.records.comparison import (
 )
 from flopwise.reports.html import render_comparison_html
 from flopwise.reports.html.compare import CHANGED
-from flopwise.reports.terminal import render_comparison
+from flopwise.reports.terminal import render
 
 Parsed = Callable[[str], Any]
 HOSTILE = "</script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>&lt;\x00\x1b[31m\u202e\ud800]]>--><!--"
@@ -100,7 +100,7 @@ def test_the_page_has_what_the_terminal_shows(record: ComparisonRecord, parsed: 
         "-900 µs", "1 ms", "< 100 µs", "3 to ?", "gemm of aten::mm",
     ]  # fmt: skip
     assert root.section("Notes").text == "Notes a note"
-    shown = " ".join(render_comparison(record, width=200, color=False).split())
+    shown = " ".join(render(record, width=200, color=False).split())
     for row in [*lines.rows(), *root.section("By operator").rows()]:
         assert " ".join(filter(None, row)) in shown
 
