@@ -69,6 +69,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="steps that the job still has: a fix whose compilation and warm-up do not pay back in them is not kept",
     )
     parser.add_argument(
+        "--quality-steps",
+        type=positive,
+        metavar="N",
+        help="after the proof, run N steps of the script as it is and with the plan, from several seeds, and compare "
+        "the losses at equal steps and at equal time; fixes with which they are worse are not kept (default: none)",
+    )
+    parser.add_argument(
+        "--quality-seeds",
+        type=_three,
+        default=3,
+        metavar="N",
+        help="such runs an arm, each with another seed (default: 3)",
+    )
+    parser.add_argument(
         "--allow-writes",
         action="append",
         default=[],
@@ -149,6 +163,8 @@ def _asked(arguments: argparse.Namespace) -> Asked:
         steps_remaining=arguments.steps_remaining,
         allowed=[os.path.abspath(path) for path in arguments.allow_writes],
         cwd=os.getcwd(),
+        quality_steps=arguments.quality_steps,
+        quality_seeds=arguments.quality_seeds,
     )
 
 
@@ -161,7 +177,9 @@ def _resumed(arguments: argparse.Namespace) -> Tuning:
     """
     from flopwise import tuning
 
-    for option in ("out", "fixes", "steps_remaining", "dry_run", "baseline", "allow_writes"):
+    for option in (
+        "out", "fixes", "steps_remaining", "dry_run", "baseline", "allow_writes", "quality_steps",
+    ):  # fmt: skip
         if getattr(arguments, option):
             name = option.replace("_", "-")
             raise UsageError(f"--{name} is of a new tune: --resume goes on as it was begun")
@@ -204,5 +222,5 @@ def _seconds(text: str) -> float:
 def _three(text: str) -> int:
     value = int(text)
     if value < 3:
-        raise argparse.ArgumentTypeError("fewer than 3 processes an arm prove nothing")
+        raise argparse.ArgumentTypeError("fewer than 3 an arm prove nothing")
     return value

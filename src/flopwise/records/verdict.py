@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from flopwise.records.quality import Quality
+
 SCHEMA = "flopwise.tune/1"
 
 
@@ -90,6 +92,7 @@ class TimeUse:
     trials_s: float
     proof_s: float
     reserved_s: float  # what was set aside for the proof
+    quality_s: float = 0.0  # longer runs, where they were asked for
 
 
 @dataclass(frozen=True)
@@ -172,6 +175,7 @@ class TuneRecord:
     more_writes: int = 0  # that are not listed
     sessions: int = 1  # 1, and one more for each time it was resumed
     resume: str | None = None  # the folder, where a longer time would have tried or proven more
+    quality: Quality | None = None  # longer runs with the plan and without; None: not asked for
 
 
 def stored(record: TuneRecord) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Budget:
     processes: int  # of the proof, an arm
     proof_steps: int
     clock: Callable[[], float] = time.monotonic
+    quality_steps: int = 0  # of each longer run after the proof
+    quality_seeds: int = 0  # longer runs an arm
     process_s: float = 0.0  # of the proof, as reckoned from the baseline
     start_s: float = 0.0  # of it until steps run
     step_s: float = 0.0
@@ -78,7 +80,7 @@ class Budget:
         self.step_s = baseline.step_s.mean
         self.start_s = max(0.0, wall_s - baseline.steps.timed * self.step_s)
         self.process_s = self.start_s + self.proof_steps * self.step_s
-        self.reserved_s = MARGIN * self.proof_s() + self.grace_s
+        self.reserved_s = MARGIN * self.after_s() + self.grace_s
 
     @property
     def grace_s(self) -> float:
@@ -90,9 +92,23 @@ class Budget:
         warmup_s = sum(trial.warmup_s or 0.0 for trial in kept)
         return self.processes * (2 * self.process_s + warmup_s)
 
+    @property
+    def quality_run_s(self) -> float:
+        """Returns what a longer run of the bare script is reckoned to take."""
+        return self.start_s + self.quality_steps * self.step_s
+
+    def quality_s(self, kept: Sequence[Trial] = ()) -> float:
+        """Returns what the longer runs of both arms are reckoned to take; with the fixes they are not taken to be faster."""
+        warmup_s = sum(trial.warmup_s or 0.0 for trial in kept)
+        return self.quality_seeds * (2 * self.quality_run_s + warmup_s)
+
+    def after_s(self, kept: Sequence[Trial] = ()) -> float:
+        """Returns what comes after the trials: the proof, and longer runs where they were asked for."""
+        return self.proof_s(kept) + self.quality_s(kept)
+
     def trials_s(self, kept: Sequence[Trial] = ()) -> float:
-        """Returns what is left for trials, the proof with what has been kept so far set aside."""
-        return self.left_s() - self.reserved_s - MARGIN * (self.proof_s(kept) - self.proof_s())
+        """Returns what is left for trials, what comes after them with what has been kept so far set aside."""
+        return self.left_s() - self.reserved_s - MARGIN * (self.after_s(kept) - self.after_s())
 
     def least_trials_s(self, fixes: int) -> float:
         """Returns the shortest time in which so many fixes can be tried, the A/A control first."""
@@ -108,12 +124,16 @@ class Budget:
             return None
         baseline_s = self.used_s()
         enough = baseline_s + self.reserved_s + MARGIN * self.least_trials_s(fixes)
+        has, fewer = "has", "fewer --proof-steps"
+        if self.quality_seeds:
+            has = f"longer runs {self.quality_s():.0f} s ({2 * self.quality_seeds} of {self.quality_run_s:.0f} s), which have"
+            fewer += " or --quality-steps"
         return (
             f"--budget {self.given_s:.0f}s is too small: measuring the script as it is took {baseline_s:.0f} s, the "
             f"final proof is reckoned to take {self.proof_s():.0f} s ({2 * self.processes} processes of "
-            f"{self.process_s:.0f} s) and has {self.reserved_s:.0f} s set aside, and trying "
+            f"{self.process_s:.0f} s) and {has} {self.reserved_s:.0f} s set aside, and trying "
             f"{fixes} fix{'es' if fixes > 1 else ''} takes {self.least_trials_s(fixes):.0f} s at the very least. "
-            f"No fix was tried; give --budget {rounded_up(enough)} or more, or fewer --proof-steps"
+            f"No fix was tried; give --budget {rounded_up(enough)} or more, or {fewer}"
         )
 
     def no_proof(self, kept: Sequence[Trial], done: int = 0) -> str | None:
@@ -137,6 +157,16 @@ class Budget:
             f"--budget {rounded_up(enough)} would do"
         )
 
+    def no_quality(self, kept: Sequence[Trial], runs: int) -> str | None:
+        """Returns why `runs` longer runs are not begun, and what would do; None if there is time."""
+        needed_s = self.quality_s(kept) * runs / (2 * self.quality_seeds)
+        if needed_s <= self.left_s():
+            return None
+        return (
+            f"they are reckoned to take {needed_s:.0f} s, and {max(0.0, self.left_s()):.0f} s of the budget of "
+            f"{self.given_s:.0f} s were left. --budget {rounded_up(self.used_s() + MARGIN * needed_s)} would do"
+        )
+
     def to_go_s(self, kept: Sequence[Trial] = (), *, runs: int | None = None) -> float | None:
         """Returns about how long the tune still takes at most, None before anything is known.
 
@@ -147,8 +177,8 @@ class Budget:
         if not self.process_s:
             return None
         if runs is None:
-            return max(0.0, self.trials_s(kept)) + self.proof_s(kept)
-        return runs * self.proof_s(kept) / (2 * self.processes)
+            return max(0.0, self.trials_s(kept)) + self.after_s(kept)
+        return runs * self.proof_s(kept) / (2 * self.processes) + self.quality_s(kept)
 
     def use(self) -> TimeUse:
         """Returns how the time was used."""
@@ -158,6 +188,7 @@ class Budget:
             trials_s=self.spent.get("trials", 0.0),
             proof_s=self.spent.get("proof", 0.0),
             reserved_s=self.reserved_s,
+            quality_s=self.spent.get("quality", 0.0),
         )
 
 

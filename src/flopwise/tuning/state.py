@@ -10,6 +10,7 @@ from flopwise import plans
 from flopwise.errors import PlanError, RecordError, UsageError
 from flopwise.launch.command import Job
 from flopwise.records import store
+from flopwise.records.quality import Quality
 from flopwise.records.verdict import Comparison, Trial, Write
 
 SCHEMA = "flopwise.tune-state/1"
@@ -33,6 +34,8 @@ class Asked:
     steps_remaining: int | None = None
     allowed: list[str] = field(default_factory=list)
     cwd: str = ""  # where it was begun
+    quality_steps: int | None = None  # of each longer run after the proof; None: there are none
+    quality_seeds: int = 3  # longer runs an arm
 
     def job(self) -> Job:
         """Returns the job."""
@@ -67,6 +70,7 @@ class State:
     notes: list[str] = field(default_factory=list)
     tried: bool = False  # nothing is left to try in one process
     why_untried: str | None = None
+    worse: Quality | None = None  # what longer runs said of fixes that were taken out then
     #: Runs of pairs: by what is compared ("proof", or a fix) and arm, their folders.
     runs: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     writes: list[list[Write]] = field(default_factory=list)  # of each process
