@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from flopwise.records.verdict import BreakEven, Comparison, Predicted, Proof, Trial, TuneRecord
-from flopwise.reports import figures
+from flopwise.reports import figures, quality
 from flopwise.reports.run import command_line
 from flopwise.reports.screen import WARN, Column, Piece, Screen
 from flopwise.trials.compare import withheld
@@ -23,8 +23,8 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
     screen.blank()
     screen.flow("before", side(record.baseline_step_s, record.baseline_mfu))
     screen.flow("after", side(record.final_step_s, record.final_mfu))
-    screen.flow("proof", _proof(record), style="bold")
-    screen.flow("A/A control", _control(record))
+    screen.flow("proof", proof(record), style="bold")
+    screen.flow("A/A control", control(record))
     if record.predicted is not None:
         screen.flow("predicted", _predicted(record.predicted))
     if record.break_even is not None:
@@ -34,6 +34,9 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
     screen.blank()
     _trials(screen, record.trials)
     screen.blank()
+    if record.quality is not None:
+        quality.draw(screen, record.quality)
+        screen.blank()
     if record.writes:
         screen.flow("writes", _writes(record))
     for note in record.notes:
@@ -66,19 +69,20 @@ def side(step_s: float | None, mfu: float | None) -> list[Piece]:
     return [(figures.duration(step_s), "bold"), share]
 
 
-def _proof(record: TuneRecord) -> list[Piece]:
-    proof = record.proof
-    if proof is None:
+def proof(record: TuneRecord) -> list[Piece]:
+    """Returns what the final proof says."""
+    found = record.proof
+    if found is None:
         if not any(trial.verdict == "kept" for trial in record.trials):
             return ["none: no fix was kept"]
         begun = record.time is not None and record.time.proof_s > 0
         return ["came to no end, see the notes" if begun else "not run"]
-    sure = proof.comparison.outcome == "faster"
+    sure = found.comparison.outcome == "faster"
     return [
-        (_outcome(proof.comparison), "bold green" if sure else "bold yellow"),
-        f"{figures.counted(proof.processes_per_arm, 'fresh process', 'fresh processes')} an arm",
-        *_losses(proof),
-        "exit codes equal" if proof.exit_codes_equal else ("exit codes differ", "bold red"),
+        (_outcome(found.comparison), "bold green" if sure else "bold yellow"),
+        f"{figures.counted(found.processes_per_arm, 'fresh process', 'fresh processes')} an arm",
+        *_losses(found),
+        "exit codes equal" if found.exit_codes_equal else ("exit codes differ", "bold red"),
     ]
 
 
@@ -97,7 +101,8 @@ def _losses(proof: Proof) -> list[Piece]:
     return [first, *([proof.losses] if proof.losses else [])]
 
 
-def _control(record: TuneRecord) -> list[Piece]:
+def control(record: TuneRecord) -> list[Piece]:
+    """Returns what the A/A control says."""
     if record.aa is None:
         return ["not run"]
     false_alarm = record.aa.outcome in ("faster", "slower")
@@ -160,14 +165,21 @@ def _time(record: TuneRecord) -> list[Piece]:
         f"trials {figures.duration(use.trials_s)}",
         f"{proof} ({figures.duration(use.reserved_s)} were set aside)",
         rest,
+        *([f"longer runs {figures.duration(use.quality_s)}"] if use.quality_s else []),
         *([f"in {record.sessions} sessions"] if record.sessions > 1 else []),
     ]
 
 
 def _trials(screen: Screen, trials: Sequence[Trial]) -> None:
-    if not trials:
+    columns, rows = trial_table(trials)
+    if rows:
+        screen.table(columns, rows)
+    else:
         screen.line("no fix was tried")
-        return
+
+
+def trial_table(trials: Sequence[Trial]) -> tuple[list[Column], list[list[Piece]]]:
+    """Returns the columns and rows of all fixes that were tried."""
     columns = [
         Column("fix"),
         Column("verdict"),
@@ -180,7 +192,7 @@ def _trials(screen: Screen, trials: Sequence[Trial]) -> None:
         columns.insert(3, Column("predicted", right=True, drop=2))
         for row, trial in zip(rows, trials, strict=True):
             row.insert(3, _predicted_ratio(trial))
-    screen.table(columns, rows)
+    return columns, rows
 
 
 def _predicted_ratio(trial: Trial) -> Piece:
