@@ -1,9 +1,10 @@
 """Another seed for an unmodified script: what it gives to the global generators is moved by a stated amount.
 
 Moved are the seeds that the script, or a library that it calls, hands to `torch.manual_seed`, to those of
-`torch.cuda`, to `random.seed` and to `numpy.random.seed`; and the seed that torch's generators have before anybody seeds
-them, which is the same in every process. Not moved are generators that a script makes itself (`torch.Generator`,
-`numpy.random.default_rng`, `random.Random`), and names that were taken from their modules before torch was imported.
+`torch.cuda`, to `random.seed` and to `numpy.random.seed`. A script that seeds nothing would begin where chance has it: so
+these generators are given a seed before it begins, the same one in both runs of a pair. Not moved are generators
+that a script makes itself (`torch.Generator`, `numpy.random.default_rng`, `random.Random`), and names that were taken from
+their modules before torch was imported.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 import torch
 
+#: Where generators begin that the script does not seed, besides the offset. Any number would do.
+FIRST = 1
 #: Seeds of numpy must be below this. Source: the documentation of numpy.random.seed.
 NUMPY_LIMIT = 2**32
 #: torch takes more, but adding must not leave the numbers that it takes.
@@ -33,11 +36,16 @@ class Seeds:
         self._inside = threading.local()
 
     def install(self) -> None:
-        """Puts the functions in. They stay for as long as the process runs; with an offset of 0 nothing is done."""
+        """Seeds the generators, and puts the functions in, which stay. With an offset of 0 seeds are not moved."""
+        numpy = sys.modules.get("numpy")
+        numpy = numpy if hasattr(numpy, "random") else None
+        first = FIRST + self.offset
+        torch.manual_seed(first)
+        random.seed(first)
+        if numpy is not None:
+            numpy.random.seed(first % NUMPY_LIMIT)
         if not self.offset:
             return
-        first = torch.initial_seed()
-        torch.manual_seed((first + self.offset) % TORCH_LIMIT)
         places: list[tuple[Any, str, str, int]] = [
             (torch, "manual_seed", "torch.manual_seed", TORCH_LIMIT),
             (torch.random, "manual_seed", "torch.manual_seed", TORCH_LIMIT),
@@ -45,8 +53,7 @@ class Seeds:
             (torch.cuda, "manual_seed_all", "torch.cuda.manual_seed_all", TORCH_LIMIT),
             (random, "seed", "random.seed", TORCH_LIMIT),
         ]
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and hasattr(numpy, "random"):
+        if numpy is not None:
             places.append((numpy.random, "seed", "numpy.random.seed", NUMPY_LIMIT))
         for owner, name, label, limit in places:
             original = getattr(owner, name, None)

@@ -151,12 +151,11 @@ def _judged(
 def _seeding(curves: Sequence[RecordedCurve]) -> str:
     """Returns how the seeds of the runs were changed, in words."""
     moved = sorted({name for one in curves for name in one.moved})
-    words = f"run k of each arm has the script's own seeds plus {STRIDE} (k - 1)"
     if moved:
-        return f"{words}, at {', '.join(moved)}"
+        return f"run k of each arm has the script's own seeds plus {STRIDE} (k - 1), at {', '.join(moved)}"
     return (
-        f"the script seeds no global generator: torch's own first seed was moved by {STRIDE} (k - 1) in run k; what is "
-        "seeded otherwise is as it is"
+        f"the script seeds no global generator: in run k of each arm they begin at 1 + {STRIDE} (k - 1); what it seeds "
+        "otherwise is as it is"
     )
 
 
