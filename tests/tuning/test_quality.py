@@ -79,8 +79,8 @@ def test_the_fixes_that_round_are_taken_out_where_losses_are_worse_and_the_rest_
     assert record.kept == ["FW101 loader-workers"]
     assert [t.verdict for t in record.trials] == ["kept", "not kept"]
     assert "longer runs with it are worse: the loss is higher by +0.5" in record.trials[1].reason
-    assert (record.quality.verdict, record.quality.before.verdict) == ("same", "worse")
-    assert record.quality.before.fixes == ["FW101 loader-workers", "FW102 fused-optimizer"]
+    assert (record.quality.verdict, record.worse.verdict) == ("same", "worse")
+    assert record.worse.fixes == ["FW101 loader-workers", "FW102 fused-optimizer"]
     plan = plans.load(stage.folder / "plan.toml")
     assert [fix.code for fix in plan.fixes] == ["FW101"]
     again = [name for name in stage.options if name.startswith("second-")]
@@ -115,7 +115,7 @@ def test_nor_where_what_is_left_is_worse_too(stage: Stage) -> None:
     record = stage.tune(quality_steps=100)
     assert (record.plan, record.kept) == (None, [])
     assert [t.verdict for t in record.trials] == ["not kept", "not kept"]
-    assert (record.quality.verdict, record.quality.before.verdict) == ("worse", "worse")
+    assert (record.quality.verdict, record.worse.verdict) == ("worse", "worse")
 
 
 def test_runs_in_which_a_fix_was_not_on_show_nothing(stage: Stage) -> None:

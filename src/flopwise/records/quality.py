@@ -50,5 +50,3 @@ class Quality:
     old: list[Curve] = field(default_factory=list)
     new: list[Curve] = field(default_factory=list)
     complete: bool = True  # False: the time was over before all had run
-    #: An earlier result of the same tune, with fixes that were taken out because of it.
-    before: Quality | None = None

@@ -176,6 +176,7 @@ class TuneRecord:
     sessions: int = 1  # 1, and one more for each time it was resumed
     resume: str | None = None  # the folder, where a longer time would have tried or proven more
     quality: Quality | None = None  # longer runs with the plan and without; None: not asked for
+    worse: Quality | None = None  # longer runs with fixes that were taken out because of them
 
 
 def stored(record: TuneRecord) -> dict[str, Any]:

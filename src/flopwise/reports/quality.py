@@ -14,8 +14,12 @@ ROWS = 6
 _STYLES = {"same": "bold green", "worse": "bold red", "not shown": WARN}
 
 
-def draw(screen: Screen, quality: Quality) -> None:
-    """Draws the section."""
+def draw(screen: Screen, quality: Quality | None, worse: Quality | None) -> None:
+    """Draws the section; `worse` is what was found with fixes that were taken out because of it."""
+    if worse is not None:
+        screen.flow("quality", [(before(worse), WARN)])
+    if quality is None:
+        return
     screen.flow("quality", verdict(quality))
     if quality.equal_steps is not None:
         screen.flow("equal steps", at_equal_steps(quality))
@@ -23,8 +27,6 @@ def draw(screen: Screen, quality: Quality) -> None:
         screen.flow("equal time", at_equal_time(quality))
     if quality.seeding:
         screen.flow("seeds", [quality.seeding])
-    if quality.before is not None:
-        screen.flow("before", [(before(quality.before), WARN)])
     body = rows(quality)
     if body:
         screen.blank()
@@ -71,7 +73,8 @@ def at_equal_time(quality: Quality) -> list[Piece]:
 
 def before(quality: Quality) -> str:
     """Returns what was found with the fixes that were taken out."""
-    return f"with {figures.few(quality.fixes, 8)}: {quality.verdict}, {quality.reason}"
+    fixes = figures.few(quality.fixes, 8)
+    return f"at first, with {fixes}: {quality.verdict}, {quality.reason}; fixes were taken out"
 
 
 def rows(quality: Quality) -> list[list[Piece]]:

@@ -34,8 +34,8 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
     screen.blank()
     _trials(screen, record.trials)
     screen.blank()
-    if record.quality is not None:
-        quality.draw(screen, record.quality)
+    if record.quality is not None or record.worse is not None:
+        quality.draw(screen, record.quality, record.worse)
         screen.blank()
     if record.writes:
         screen.flow("writes", _writes(record))

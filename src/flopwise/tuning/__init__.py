@@ -153,16 +153,15 @@ class Tuning:
         """
         state, kept = self.state, self.tried.kept
         if not kept:
-            return None, state.worse
+            return None, None
         again = "second-" if state.worse is not None else ""
         runs = state.runs_of(f"{again}proof")
         concluded = prove(self.processes, kept, self.notes, runs, self.save, f"{again}proof")
         if concluded is None or concluded.doubt is not None or not state.asked.quality_steps:
-            return concluded, state.worse
+            return concluded, None
         on = [trial for trial in kept if trial.fix in concluded.applied]
         done, name = state.runs_of(f"{again}quality"), f"{again}quality"
         quality = compare_quality(self.processes, on, done, self.save, name=name)
-        quality = replace(quality, before=state.worse)
         if quality.verdict != "worse":
             return concluded, quality
         out = suspects(on) if state.worse is None else on
@@ -258,6 +257,7 @@ class Tuning:
             sessions=self.state.sessions,
             resume=str(self.folder) if unfinished and self._open() else None,
             quality=quality,
+            worse=self.state.worse,
         )
 
     def _write_plan(

@@ -13,15 +13,15 @@ from flopwise.reports.html.markup import MOST, Html, el, number, pieces, trusted
 
 WIDTH, HEIGHT = 1000.0, 320.0
 CSS = (
-    ".curve polyline{fill:none;stroke-width:1.5;vector-effect:non-scaling-stroke}\n"
+    ".curve path{fill:none;stroke-width:1.5;vector-effect:non-scaling-stroke}\n"
     ".curve .old{stroke:var(--hardware)}.curve .new{stroke:var(--compute)}\n"
     ".map svg.curve{height:180px}\n.keys .line{display:inline-block;width:14px;height:3px;margin-right:6px;vertical-align:3px}\n"
     ".keys .line.old{background:var(--hardware)}.keys .line.new{background:var(--compute)}\n"
 )
 
 
-def draw(found: Quality | None) -> Html | None:
-    """Returns the section; None where no longer runs were asked for."""
+def draw(found: Quality | None, title: str = "Loss with the plan and without") -> Html | None:
+    """Returns the section; None where there were no longer runs."""
     if found is None:
         return None
     kinds = {"same": ".good", "worse": ".bad"}
@@ -30,14 +30,12 @@ def draw(found: Quality | None) -> Html | None:
         facts.append(el("p", "At equal steps: ", pieces(quality.at_equal_steps(found))))
     if found.equal_time is not None:
         facts.append(el("p", "At equal time: ", pieces(quality.at_equal_time(found))))
-    if found.before is not None:
-        facts.append(el("p", "Before, ", quality.before(found.before)))
     rows = quality.rows(found)
     return el(
         "section",
         el(
             "h2",
-            "Loss with the plan and without",
+            title,
             el("small", "training, each run from another seed"),
         ),
         el(f"div.verdict{kinds.get(found.verdict, '')}", facts),
@@ -105,4 +103,4 @@ def _line(
         for x, y in zip(xs, curve.losses, strict=False)
         if y is not None and math.isfinite(x) and math.isfinite(y)
     ]
-    return el(f"polyline.{kind}", points=trusted(" ".join(points)))
+    return el(f"path.{kind}", d=trusted(f"M{' L'.join(points)}" if points else ""))

@@ -30,6 +30,7 @@ def render_tune_html(record: TuneRecord) -> str:
             el("section.verdict", el("b", "Proof "), pieces(tune.proof(record))),
             el("p.dim", "A/A control: ", pieces(tune.control(record))),
             quality.draw(record.quality),
+            quality.draw(record.worse, "At first, with fixes that were taken out"),
             el("section", el("h2", "Fixes"), tables.draw(columns, rows)) if rows else None,
             plan,
             provenance.notes(record.notes),
