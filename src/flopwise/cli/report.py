@@ -42,7 +42,9 @@ def add_parser(subparsers: Subparsers) -> None:
         help="folder of a run (it holds run.json or tune.json), or such a file",
     )
     parser.add_argument("--json", action="store_true", help="print the record as JSON")
-    parser.add_argument("--html", metavar="PATH", help="write the report as one HTML file, too")
+    parser.add_argument(
+        "--html", metavar="PATH", help="write the report of a run as one HTML file, too"
+    )
     parser.add_argument(
         "--width",
         metavar="N",
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         RunFolderError: there is no run at the path, or standard output cannot be written.
         RecordError: the record is damaged, of another version, or of another kind.
-        UsageError: --html onto the record.
+        UsageError: --html of a tune, or onto the record.
     """
     from flopwise.reports.stream import look, write
     from flopwise.reports.terminal import render_run, render_tune
@@ -82,18 +84,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _write_page(path: Path, record: run_record.RunRecord | verdict.TuneRecord, html: str) -> None:
-    from flopwise.reports.html import render_html, render_tune_html
+    from flopwise.reports.html import render_html
 
-    is_run = isinstance(record, run_record.RunRecord)
-    stored = path / ("run.json" if is_run else "tune.json") if os.path.isdir(path) else path
+    if not isinstance(record, run_record.RunRecord):
+        raise UsageError(
+            f"{path}: --html draws runs, and this is a tune. Give a run.json; nothing was written"
+        )
+    stored = path / "run.json" if os.path.isdir(path) else path
     if os.path.realpath(html) == os.path.realpath(stored):
         raise UsageError(f"--html {html}: that is the record itself. Nothing was written")
-    text = (
-        render_html(record)
-        if isinstance(record, run_record.RunRecord)
-        else render_tune_html(record)
-    )
-    store.put_text("--html", html, text)
+    store.put_text("--html", html, render_html(record))
 
 
 def load(path: Path) -> run_record.RunRecord | verdict.TuneRecord:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean, stdev
 
 from flopwise.records.quality import Curve, Gap, Quality
+from flopwise.records.verdict import TuneRecord
 from flopwise.reports import figures
 from flopwise.reports.screen import WARN, Column, Piece, Screen
 
@@ -14,13 +15,21 @@ ROWS = 6
 _STYLES = {"same": "bold green", "worse": "bold red", "not shown": WARN}
 
 
-def draw(screen: Screen, quality: Quality | None, worse: Quality | None) -> None:
-    """Draws the section; `worse` is what was found with fixes that were taken out because of it."""
-    if worse is not None:
-        screen.flow("quality", [(before(worse), WARN)])
-    if quality is None:
-        return
-    screen.flow("quality", verdict(quality))
+def draw(screen: Screen, record: TuneRecord) -> None:
+    """Draws the section, where there were longer runs."""
+    quality = record.quality
+    if record.worse is not None:
+        screen.flow("quality", [(before(record.worse), WARN)])
+    if quality is not None:
+        took = record.time.quality_s if record.time is not None else 0.0
+        said = verdict(quality)
+        screen.flow("quality", [*said, f"took {figures.duration(took)}"] if took else said)
+        _comparisons(screen, quality)
+    if record.worse is not None or quality is not None:
+        screen.blank()
+
+
+def _comparisons(screen: Screen, quality: Quality) -> None:
     if quality.equal_steps is not None:
         screen.flow("equal steps", at_equal_steps(quality))
     if quality.equal_time is not None:

@@ -23,8 +23,8 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
     screen.blank()
     screen.flow("before", side(record.baseline_step_s, record.baseline_mfu))
     screen.flow("after", side(record.final_step_s, record.final_mfu))
-    screen.flow("proof", proof(record), style="bold")
-    screen.flow("A/A control", control(record))
+    screen.flow("proof", _proof(record), style="bold")
+    screen.flow("A/A control", _control(record))
     if record.predicted is not None:
         screen.flow("predicted", _predicted(record.predicted))
     if record.break_even is not None:
@@ -34,9 +34,7 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
     screen.blank()
     _trials(screen, record.trials)
     screen.blank()
-    if record.quality is not None or record.worse is not None:
-        quality.draw(screen, record.quality, record.worse)
-        screen.blank()
+    quality.draw(screen, record)
     if record.writes:
         screen.flow("writes", _writes(record))
     for note in record.notes:
@@ -69,20 +67,19 @@ def side(step_s: float | None, mfu: float | None) -> list[Piece]:
     return [(figures.duration(step_s), "bold"), share]
 
 
-def proof(record: TuneRecord) -> list[Piece]:
-    """Returns what the final proof says."""
-    found = record.proof
-    if found is None:
+def _proof(record: TuneRecord) -> list[Piece]:
+    proof = record.proof
+    if proof is None:
         if not any(trial.verdict == "kept" for trial in record.trials):
             return ["none: no fix was kept"]
         begun = record.time is not None and record.time.proof_s > 0
         return ["came to no end, see the notes" if begun else "not run"]
-    sure = found.comparison.outcome == "faster"
+    sure = proof.comparison.outcome == "faster"
     return [
-        (_outcome(found.comparison), "bold green" if sure else "bold yellow"),
-        f"{figures.counted(found.processes_per_arm, 'fresh process', 'fresh processes')} an arm",
-        *_losses(found),
-        "exit codes equal" if found.exit_codes_equal else ("exit codes differ", "bold red"),
+        (_outcome(proof.comparison), "bold green" if sure else "bold yellow"),
+        f"{figures.counted(proof.processes_per_arm, 'fresh process', 'fresh processes')} an arm",
+        *_losses(proof),
+        "exit codes equal" if proof.exit_codes_equal else ("exit codes differ", "bold red"),
     ]
 
 
@@ -101,8 +98,7 @@ def _losses(proof: Proof) -> list[Piece]:
     return [first, *([proof.losses] if proof.losses else [])]
 
 
-def control(record: TuneRecord) -> list[Piece]:
-    """Returns what the A/A control says."""
+def _control(record: TuneRecord) -> list[Piece]:
     if record.aa is None:
         return ["not run"]
     false_alarm = record.aa.outcome in ("faster", "slower")
@@ -165,21 +161,14 @@ def _time(record: TuneRecord) -> list[Piece]:
         f"trials {figures.duration(use.trials_s)}",
         f"{proof} ({figures.duration(use.reserved_s)} were set aside)",
         rest,
-        *([f"longer runs {figures.duration(use.quality_s)}"] if use.quality_s else []),
         *([f"in {record.sessions} sessions"] if record.sessions > 1 else []),
     ]
 
 
 def _trials(screen: Screen, trials: Sequence[Trial]) -> None:
-    columns, rows = trial_table(trials)
-    if rows:
-        screen.table(columns, rows)
-    else:
+    if not trials:
         screen.line("no fix was tried")
-
-
-def trial_table(trials: Sequence[Trial]) -> tuple[list[Column], list[list[Piece]]]:
-    """Returns the columns and rows of all fixes that were tried."""
+        return
     columns = [
         Column("fix"),
         Column("verdict"),
@@ -192,7 +181,7 @@ def trial_table(trials: Sequence[Trial]) -> tuple[list[Column], list[list[Piece]
         columns.insert(3, Column("predicted", right=True, drop=2))
         for row, trial in zip(rows, trials, strict=True):
             row.insert(3, _predicted_ratio(trial))
-    return columns, rows
+    screen.table(columns, rows)
 
 
 def _predicted_ratio(trial: Trial) -> Piece:

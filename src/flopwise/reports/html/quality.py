@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from flopwise.records.quality import Curve, Quality
+from flopwise.records.verdict import TuneRecord
 from flopwise.reports import figures, quality
 from flopwise.reports.html import tables
 from flopwise.reports.html.families import picture
 from flopwise.reports.html.markup import MOST, Html, el, number, pieces, trusted
 
+TITLE, FIRST = "Loss with the plan and without", "At first, with fixes that were taken out"
 WIDTH, HEIGHT = 1000.0, 320.0
 CSS = (
     ".curve path{fill:none;stroke-width:1.5;vector-effect:non-scaling-stroke}\n"
@@ -20,10 +22,13 @@ CSS = (
 )
 
 
-def draw(found: Quality | None, title: str = "Loss with the plan and without") -> Html | None:
-    """Returns the section; None where there were no longer runs."""
-    if found is None:
-        return None
+def draw(record: TuneRecord) -> list[Html]:
+    """Returns the sections about longer runs: those of the plan, and those with fixes that were taken out because of them."""
+    titles = {TITLE: record.quality, FIRST: record.worse}
+    return [_section(found, title) for title, found in titles.items() if found is not None]
+
+
+def _section(found: Quality, title: str) -> Html:
     kinds = {"same": ".good", "worse": ".bad"}
     facts = [el("p", el("b", "Quality "), pieces(quality.verdict(found)))]
     if found.equal_steps is not None:

@@ -1,4 +1,4 @@
-"""The page of a tune: what the terminal shows, the losses of longer runs as curves, and nothing that acts."""
+"""Losses of longer runs as curves on a page, and nothing that acts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from flopwise.records.quality import Curve, Gap, Quality
 from flopwise.records.verdict import TuneRecord
-from flopwise.reports.html import render_tune_html
+from flopwise.reports.html import quality, tables
+from flopwise.reports.html.page import foot, page
 
 Parsed = Callable[[str], Any]
 
@@ -25,38 +26,39 @@ def found() -> Quality:
     return Quality("worse", "the loss is higher", 20, 20, 3, "so and so", ["FW104 x"], gap, old=[old], new=[new])  # fmt: skip
 
 
-def test_before_after_proof_and_every_fix_are_on_the_page(sample: Any, parsed: Parsed) -> None:
-    record = sample("tune")
-    page = parsed(render_tune_html(record))
-    cards = [card.text for card in page.all("div", "card")]
-    assert [text.split()[0] for text in cards] == ["before", "after"]
-    assert "fresh processes an arm" in page.text
-    rows = page.section("Fixes").rows()
-    assert [row[0] for row in rows[1:]] == [f"{t.fix} {t.name}" for t in record.trials]
-    assert not any("Loss" in h.text for h in page.all("h2"))
+def drawn(record: TuneRecord) -> str:
+    return page("x", [*quality.draw(record), foot("so")], tables.CSS + quality.CSS)
 
 
 def test_curves_are_drawn_by_steps_and_by_time(sample: Any, parsed: Parsed, found: Quality) -> None:
-    page = parsed(render_tune_html(dataclasses.replace(sample("tune"), quality=found)))
-    section = page.section("Loss with the plan and without")
+    root = parsed(drawn(dataclasses.replace(sample("tune"), quality=found)))
+    section = root.section("Loss with the plan and without")
     assert [h.text for h in section.all("h3")] == ["by steps", "by time"]
     assert section.all("div", "bad")[0].text.startswith("Quality worse · the loss is higher")
     by_step, by_time = section.all("svg")
-    assert [path.attributes["d"] for path in by_step.all("path")] == [
-        "M500,0 L1000,320",
-        "M500,160",
-    ]
-    assert [path.attributes["d"] for path in by_time.all("path")] == [
-        "M500,0 L1000,320",
-        "M250,160",
-    ]
+    lines = [path.attributes["d"] for path in by_step.all("path")]
+    assert lines == ["M500,0 L1000,320", "M500,160"]
+    lines = [path.attributes["d"] for path in by_time.all("path")]
+    assert lines == ["M500,0 L1000,320", "M250,160"]
     assert [key.text for key in section.all("li")] == ["as it is", "with the plan"]
+
+
+def test_fixes_that_were_taken_out_have_a_section_of_their_own(
+    sample: Any, parsed: Parsed, found: Quality
+) -> None:
+    root = parsed(drawn(dataclasses.replace(sample("tune"), quality=found, worse=found)))
+    assert len(root.all("section")) == 2
+    assert root.section("At first, with fixes that were taken out").all("svg")
+
+
+def test_without_longer_runs_there_is_nothing(sample: Any) -> None:
+    assert quality.draw(sample("tune")) == []
 
 
 def test_without_a_loss_there_are_no_curves(sample: Any, parsed: Parsed, found: Quality) -> None:
     blind = dataclasses.replace(found, old=[Curve(0, [10], [None], [])], new=[], equal_steps=None)
-    page = parsed(render_tune_html(dataclasses.replace(sample("tune"), quality=blind)))
-    assert not page.section("Loss").all("svg")
+    root = parsed(drawn(dataclasses.replace(sample("tune"), quality=blind)))
+    assert not root.section("Loss").all("svg")
 
 
 @settings(
@@ -68,5 +70,5 @@ def test_without_a_loss_there_are_no_curves(sample: Any, parsed: Parsed, found: 
 def test_anything_in_a_record_is_shown_and_does_nothing(
     any_record: Any, parsed: Parsed, data: Any
 ) -> None:
-    page = parsed(render_tune_html(data.draw(any_record(TuneRecord))))
-    assert len(page.all("footer")) == 1
+    root = parsed(drawn(data.draw(any_record(TuneRecord))))
+    assert len(root.all("footer")) == 1
