@@ -192,6 +192,18 @@ def test_parts_that_are_computed_again_are_no_losses(record: Any) -> None:
     assert record(train).losses == pytest.approx([1 / n for n in range(1, 31)])
 
 
+def test_what_goes_wrong_of_ours_is_said_and_the_script_goes_on(
+    record: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Recorder, tensors: Any) -> None:
+        raise ZeroDivisionError("so")
+
+    monkeypatch.setattr(Recorder, "_take", fails)
+    found = record(script(steps=40))
+    assert (found.losses, found.trouble) == ([], "ZeroDivisionError: so")
+    assert list(tmp_path.glob("goes-on-*.txt"))  # so that the parent ends what is its own
+
+
 def test_steps_by_hand_are_steps(record: Any) -> None:
     def train() -> None:
         weight = nn.Parameter(torch.ones(1))

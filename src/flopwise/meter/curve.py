@@ -9,6 +9,7 @@ that stays is a copy of the loss and, at a hundred or two of the steps, a clock.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import math
 import os
 import time
@@ -21,7 +22,6 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from flopwise.errors import RunFolderError
 from flopwise.meter import agreement, ending, finish
 from flopwise.meter.patches import never_compiled
 from flopwise.meter.seeds import Seeds
@@ -117,7 +117,7 @@ class Recorder:
         return step
 
     def _guard(self, function: Callable[..., None], *args: Any) -> None:
-        """Calls `function`; whatever it raises ends the recording and nothing else."""
+        """Calls `function`; whatever it raises ends the recording, and the parent may end the process: it is its own."""
         if self._over or self.trouble is not None or os.getpid() != self._pid:
             return
         try:
@@ -126,6 +126,10 @@ class Recorder:
             raise
         except Exception as error:
             self.trouble = f"{type(error).__name__}: {error}"
+            self._over = True
+            with contextlib.suppress(Exception):
+                self._keep([], None, [])
+            ending.leave_sign(self._session.config.folder, self.trouble)
 
     # ------------------------------------------------------------------ losses
 
@@ -187,6 +191,8 @@ class Recorder:
         """An optimizer has stepped."""
         if not (self._session.live or self._per_step):
             return  # the meter is trying out what its own hooks cost
+        if self._session.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # nothing is computed
         self._marks += 1
         if self._per_step and (self._marks - self._ends[-1]) == self._per_step:
             self._ends.append(self._marks)
@@ -200,8 +206,8 @@ class Recorder:
         if not last:
             return
         session = self._session
-        self._over = True
         self._write()
+        self._over = True
         if session.live:
             session.detach()
         agreement.leave_together(session)
@@ -232,10 +238,15 @@ class Recorder:
             ending.leave_sign(self._session.config.folder, f"{type(error).__name__}: {error}")
 
     def _write(self) -> None:
+        losses, diverged = self._by_step()
+        self._keep(losses, diverged, self._times())
+
+    def _keep(
+        self, losses: list[float | None], diverged: int | None, stamps: list[tuple[int, float]]
+    ) -> None:
         folder = self._session.config.folder
         if folder is None:
             return
-        losses, diverged = self._by_step()
         rank = finish.identity()[0]
         record = RecordedCurve(
             schema=SCHEMA,
@@ -243,16 +254,13 @@ class Recorder:
             asked=self.steps,
             losses=losses,
             diverged=diverged,
-            stamps=self._times(),
+            stamps=stamps,
             notes=list(self._session.notes),
             offset=self.seeds.offset,
             moved=dict(self.seeds.moved),
             trouble=self.trouble,
         )
-        try:
-            store.write(Path(folder) / f"curve-{rank}-{self._pid}.json", record)
-        except RunFolderError as error:
-            self.trouble = str(error)
+        store.write(Path(folder) / f"curve-{rank}-{self._pid}.json", record)
 
     def _by_step(self) -> tuple[list[float | None], int | None]:
         """Returns the loss of each step, and the first one that is not finite."""
