@@ -114,6 +114,9 @@ class Run:
     )  # step, value, when it was printed, when it began
     wall_s: float = 0.0
     exit_code: int | None = None
+    load: float = (
+        0.0  # of the machine as it began: programs that wanted a core, over the last minute
+    )
     notes: list[str] = field(default_factory=list)  # what the plan switched on, and what it did not
 
 
@@ -319,7 +322,7 @@ def _run(job: Job, arm: str, seed: int, plan: Path | None, work: Path, tiny: boo
 
 def read(job: Job, arm: str, seed: int, words: Sequence[str]) -> Run:
     """Runs a command and returns what its lines say, each with the time at which it came."""
-    run = Run(arm, seed, started_unix_s=time.time())
+    run = Run(arm, seed, started_unix_s=time.time(), load=os.getloadavg()[0])
     began, last_step_s = time.monotonic(), 0.0
     child = subprocess.Popen(
         list(words),
@@ -373,6 +376,7 @@ def _told(job: Job, run: Run) -> dict[str, Any]:
         "from_first_step_s": round(hit[2] - first_s, 3) if hit else None,
         "wall_s": round(run.wall_s, 3),
         "exit_code": run.exit_code,
+        "load": round(run.load, 2),
         "notes": run.notes,
     }
 

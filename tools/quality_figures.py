@@ -30,12 +30,23 @@ def time_to_quality(results: Path) -> str:
         if data["threads"]:
             where += f", OMP_NUM_THREADS={data['threads']}"
         what = "a CPU, not a GPU" if data["kind"] == "cpu" else "a GPU"
-        parts.append(f"**On {what}**: {where}, torch {data['torch']}.\n")
+        parts.append(f"**On {what}**: {where}, torch {data['torch']}.{_busy(data)}\n")
         parts.append(
             table(HEAD, (row for name in data["jobs"] for row in _rows(name, data["jobs"][name])))
         )
         parts += [f"\n{_about(name, job)}" for name, job in data["jobs"].items()]
     return "\n".join(parts)
+
+
+def _busy(data: dict[str, Any]) -> str:
+    """Returns what must be said of a machine on which other programs ran, nothing where it was quiet."""
+    loads = [run["load"] for job in data["jobs"].values() for run in job["runs"]]
+    if not loads or fmean(loads) <= data["cores"]:
+        return ""
+    return (
+        f" Other programs ran: its load was {min(loads):.1f} to {max(loads):.1f} on {data['cores']} cores, so times scatter, and "
+        "ratios with them; losses and steps do not depend on it."
+    )
 
 
 def _rows(name: str, job: dict[str, Any]) -> Iterator[list[str]]:

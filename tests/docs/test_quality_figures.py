@@ -19,7 +19,7 @@ def run(arm: str, seed: int, s: float | None, end: float = 0.9) -> dict[str, Any
     return {
         "arm": arm, "seed": seed, "target_step": None if s is None else 40, "from_first_step_s": s,
         "from_start_s": None if s is None else s + 1, "evaluations": [[20, 0.5, 1.0], [40, end, 2.0]],
-        "notes": ["applied by the plan: FW102 fused-optimizer"] if arm != "naive" else [],
+        "load": 0.5, "notes": ["applied by the plan: FW102 fused-optimizer"] if arm != "naive" else [],
     }  # fmt: skip
 
 
@@ -63,6 +63,16 @@ def test_rows_tell_arms_times_and_what_is_missing(tool: Tool, results: Path) -> 
         "- `a`: `a.py --x 1`, target: accuracy at least 0.85. Its plan (FW102 fused-optimizer): t_new / t_old of a step "
         "0.500 (0.400 to 0.600). No tf32: no such arithmetic on a CPU."
     )
+
+
+def test_a_busy_machine_is_said(tool: Tool, results: Path) -> None:
+    path = results / "cpu" / "time_to_quality.json"
+    data = json.loads(path.read_text())
+    for run in data["jobs"]["a"]["runs"]:
+        run["load"] = 3.0 + run["seed"]
+    path.write_text(json.dumps(data))
+    text = tool("quality_figures").time_to_quality(results)
+    assert "Other programs ran: its load was 3.0 to 5.0 on 2 cores" in text
 
 
 def test_results_are_of_whole_runs_that_name_no_place(tool: Tool) -> None:
