@@ -82,15 +82,15 @@ EXAMPLE_GPT = ("--n-layer", "2", "--n-head", "4", "--n-embd", "96", "--batch-siz
 LENGTH = 64
 JOBS = {
     "gpt": Job(
-        "gpt", "examples/train_gpt.py", (*EXAMPLE_GPT, "--steps", "320", "--eval-every", "20"),
+        "gpt", "examples/train_gpt.py", (*EXAMPLE_GPT, "--steps", "640", "--eval-every", "40", "--eval-batches", "40"),
         (*EXAMPLE_GPT, "--steps", "100000", "--eval-every", "100000"), re.compile(r"^step (\d+) val loss (\S+)"), 1,
-        "loss on text held out", 2.35, False, 8, int(0.9 * TEXT) - LENGTH - 1, 20 * 8, "adamw",
-        (*EXAMPLE_GPT, "--steps", "40", "--eval-every", "20"), "fused-optimizer,loader-workers,host-settings",
+        "loss on text held out", 2.1, False, 8, int(0.9 * TEXT) - LENGTH - 1, 40 * 8, "adamw",
+        (*EXAMPLE_GPT, "--steps", "40", "--eval-every", "20"), "bf16-autocast,fused-optimizer,loader-workers",
     ),
     "cnn": Job(
-        "cnn", "examples/train_cnn.py", ("--width", "12", "--epochs", "8"), ("--width", "12", "--epochs", "10000"),
+        "cnn", "examples/train_cnn.py", ("--width", "12", "--epochs", "6"), ("--width", "12", "--epochs", "10000"),
         re.compile(r"^epoch (\d+) .*test accuracy (\S+)"), 47, "accuracy on images held out", 0.85, True, 32, 1500, 297,
-        "sgd", ("--width", "4", "--epochs", "2"), "loader-workers,fused-optimizer,channels-last,host-settings",
+        "sgd", ("--width", "4", "--epochs", "2"), "bf16-autocast,fused-optimizer,loader-workers",
     ),
     "gpt2": Job(
         "gpt2", "benchmarks/gpu/naive/gpt2.py", ("--text", "reference", "--steps", "400", "--eval-every", "20"),
@@ -252,7 +252,7 @@ def _entry(job: Job, plan: Path | None, options: argparse.Namespace, kind: str) 
 def _tune(job: Job, work: Path, options: argparse.Namespace) -> Path | None:
     """Returns the plan of a tune of the job, None where there is none."""
     folder = work / f"tune-{job.name}"
-    words = ["tune", "--budget", options.tune_budget, "--out", str(folder)]
+    words = ["tune", "--budget", options.tune_budget, "--per-fix", "90s", "--out", str(folder)]
     if job.fixes is not None and _kind() == "cpu":
         words += ["--fixes", job.fixes]
     if (folder / "state.json").exists():

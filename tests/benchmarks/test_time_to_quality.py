@@ -26,7 +26,7 @@ def run(bench: ModuleType) -> Any:
     """A run that comes to the target at its third evaluation."""
     return bench.Run(
         "tuned", 1338, 1000.0, 2.5,
-        [[20, 3.0, 4.0, 3.5], [40, 2.5, 6.0, 5.5], [60, 2.3, 8.0, 7.5], [80, 2.2, 10.0, 9.5]], 11.0, 0,
+        [[20, 3.0, 4.0, 3.5], [40, 2.5, 6.0, 5.5], [60, 2.05, 8.0, 7.5], [80, 2.0, 10.0, 9.5]], 11.0, 0, 0.5,
         ["applied by the plan: FW102 fused-optimizer"],
     )  # fmt: skip
 
@@ -47,7 +47,7 @@ def events(lines: Any) -> list[dict[str, Any]]:
 def test_a_run_is_told_by_its_first_evaluation_at_the_target(bench: ModuleType, run: Any) -> None:
     told = bench._told(bench.JOBS["gpt"], run)
     assert (told["target_step"], told["from_start_s"], told["from_first_step_s"]) == (60, 8.0, 5.5)
-    assert told["evaluations"][-1] == [80, 2.2, 10.0]
+    assert told["evaluations"][-1] == [80, 2.0, 10.0]
     never = bench._told(bench.JOBS["gpt"], replace(run, evaluations=run.evaluations[:2]))
     assert (never["target_step"], never["from_start_s"], never["from_first_step_s"]) == (
         None,
@@ -85,7 +85,7 @@ def test_log_lines_are_those_of_mlperf_and_in_order(bench: ModuleType, run: Any)
     accuracies = [
         (e["value"], e["metadata"]["samples_count"]) for e in found if e["key"] == "eval_accuracy"
     ]
-    assert accuracies == [(3.0, 160), (2.5, 320), (2.3, 480)]
+    assert accuracies == [(3.0, 160), (2.5, 320), (2.05, 480)]
     times = [event["time_ms"] for event in found]
     assert times == sorted(times)
     for event in found:
