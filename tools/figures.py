@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import counter_figures
 import ledger_figures
 import predicted_gains
+import quality_figures
 from markdown_tables import difference, interval, table
 from overhead_verdict import fit, pooled, together, verdict
 
@@ -36,6 +37,7 @@ PAGES = (
     ROOT / "docs" / "ledger-truth.md",
     ROOT / "docs" / "report.md",
     ROOT / "docs" / "tune-report.md",
+    ROOT / "docs" / "time-to-quality.md",
 )
 _MARKED = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 
@@ -71,7 +73,8 @@ def made(name: str) -> str:
     """Returns what stands between the marks of this name."""
     if name in TABLES:
         return TABLES[name]()
-    return {**ledger_figures.TABLES, **counter_figures.TABLES}[name](RESULTS)
+    tables = {**ledger_figures.TABLES, **counter_figures.TABLES, **quality_figures.TABLES}
+    return tables[name](RESULTS)
 
 
 def step_truth() -> str:

@@ -43,16 +43,18 @@ def _attach(folder: str) -> None:
         ) from None
     trial: dict[str, Any] | None = options.get("trial")
     survey: dict[str, Any] | None = options.get("survey")
+    quality: dict[str, Any] | None = options.get("quality")
+    longer = bool(trial or survey or quality)  # and nothing of it is a measurement
     meter = session.Session(
         Config(
             folder=folder,
-            # Trials end the script themselves; until then the meter stays.
-            steps=sys.maxsize if trial or survey else options.get("steps"),
+            # These end the script themselves; until then the meter stays.
+            steps=sys.maxsize if longer else options.get("steps"),
             warmup=options.get("warmup"),
             stop_after=bool(options.get("stop_after")),
-            count=not (trial or survey),
-            telemetry=not (trial or survey),
-            profile=bool(options.get("profile")) and not (trial or survey),
+            count=not longer,
+            telemetry=not longer,
+            profile=bool(options.get("profile")) and not longer,
         )
     )
     if options.get("apply"):
@@ -67,6 +69,10 @@ def _attach(folder: str) -> None:
         from flopwise.fixes import survey as surveys
 
         surveys.install(meter, survey)
+    if quality:
+        from flopwise.meter import curve
+
+        curve.install(meter, quality)
     meter.attach()
 
 

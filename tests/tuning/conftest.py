@@ -18,8 +18,10 @@ from flopwise.launch import process
 from flopwise.launch.command import RUN
 from flopwise.measurement import ceilings
 from flopwise.records import ceilings as ceilings_records
+from flopwise.records import curve as curves
 from flopwise.records import store
 from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
+from flopwise.records.curve import RecordedCurve
 from flopwise.records.pool import Shares, Turn
 from flopwise.records.rank import RankRecord
 from flopwise.records.verdict import Comparison, Trial, TuneRecord
@@ -61,6 +63,8 @@ class Stage:
         default_factory=list
     )  # what fixes answer in trial processes
     new_ms: dict[str, float] = field(default_factory=dict)  # by fix: its steps; else 5 with fixes
+    #: Of longer runs, by fix: what is added to the loss at which they end; `k` of their seed adds its part.
+    worse: dict[str, float] = field(default_factory=dict)
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
     limits_s: dict[str, float] = field(default_factory=dict)
 
@@ -89,6 +93,9 @@ class Stage:
             return 0
         if name in self.cuts and not name.startswith("trials-"):
             raise self.cuts[name]
+        if "quality" in options:
+            store.write(folder / "curve-0-1.json", self.curve(options))
+            return 0
         if not name.startswith("trials-"):
             rank = self.rank(name, options)
             store.write(folder / "ranks" / "r.json", rank)
@@ -123,6 +130,21 @@ class Stage:
         step_ms = {"baseline": 30}.get(name, with_ms) + len(self.options) / 100
         return self.make_rank(steps=40, step_ns=int(step_ms * 1e6), notes=notes, **self.fields)
 
+    def curve(self, options: dict[str, Any]) -> RecordedCurve:
+        """Returns what a longer run leaves: a loss that falls from 3 to 1, 0.02 more for each seed, twice as fast with fixes."""
+        asked, offset = options["quality"]["steps"], options["quality"]["offset"]
+        fixes = [fix["code"] for fix in options["apply"]]
+        k = offset // 100_003
+        level = 1 + 0.02 * k + sum(self.worse.get(code, 0.0) * (1 + k / 100) for code in fixes)
+        losses: list[float | None] = [level + 2 * max(0.0, 1 - 2 * i / asked) for i in range(asked)]
+        on = [f"{code} x" for code in fixes if code not in self.left_out]
+        notes = [f"applied by the plan: {', '.join(on) or 'nothing'}"] if fixes else []
+        step_s = 0.005 if fixes else 0.01
+        return RecordedCurve(
+            curves.SCHEMA, 0, asked, losses, None, [(1, step_s), (asked, asked * step_s)], notes, offset,
+            {"torch.manual_seed": 1} if offset else {},
+        )  # fmt: skip
+
     def asked(self, budget_s: float = 600, **changes: Any) -> Asked:
         """Returns a tune of two fixes, three processes an arm in its proof."""
         script = self.folder.parent / "script" / "train.py"
@@ -138,8 +160,11 @@ class Stage:
 
     def tuning(self, budget_s: float = 600, **changes: Any) -> tuning.Tuning:
         """Returns such a tune, about to begin."""
+        asked = self.asked(budget_s, **changes)
         budget = Budget(budget_s, processes=3, proof_steps=40, clock=lambda: self.now)
-        begun = states.begin(self.asked(budget_s, **changes))
+        if asked.quality_steps:
+            budget.quality_steps, budget.quality_seeds = asked.quality_steps, asked.quality_seeds
+        begun = states.begin(asked)
         return tuning.Tuning(begun, self.folder, budget, quiet=True)
 
     def tune(self, budget_s: float = 600, **changes: Any) -> TuneRecord:

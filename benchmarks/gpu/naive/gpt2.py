@@ -1,10 +1,12 @@
 """Trains GPT-2 124M from scratch, with attention written by hand: python gpt2.py --steps 300
 
-The text is made up: tokens with the frequencies of a language.
+The text is made up: tokens with the frequencies of a language. With --text reference it is what Python's help() shows,
+by characters, the last tenth of it held out: --eval-every N prints the loss on it.
 """
 
 import argparse
 import math
+from pydoc_data.topics import topics
 
 import numpy as np
 import torch
@@ -30,6 +32,24 @@ class Text(Dataset):
         start = i * 2654435761 % (len(self.tokens) - self.length - 1)
         piece = self.tokens[start : start + self.length + 1].astype(np.int64)
         return torch.from_numpy(piece[:-1]), torch.from_numpy(piece[1:])
+
+
+class Reference(Dataset):
+    """Pieces of the Python reference, and the same shifted by one character; held out are the last tenth."""
+
+    def __init__(self, length, held_out=False):
+        text = "\n\n".join(topics[name] for name in sorted(topics))
+        number = {c: i for i, c in enumerate(sorted(set(text)))}
+        cut = int(0.9 * len(text))
+        self.tokens = torch.tensor([number[c] for c in (text[cut:] if held_out else text[:cut])])
+        self.length = length
+
+    def __len__(self):
+        return len(self.tokens) - self.length - 1
+
+    def __getitem__(self, i):
+        piece = self.tokens[i : i + self.length + 1]
+        return piece[:-1], piece[1:]
 
 
 class CausalSelfAttention(nn.Module):
@@ -94,14 +114,31 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
 
+def evaluate(model, loader, device, batches=8):
+    model.eval()
+    losses = []
+    with torch.no_grad():
+        for x, y in loader:
+            losses.append(model(x.to(device), y.to(device)).item())
+            if len(losses) == batches:
+                break
+    model.train()
+    return sum(losses) / len(losses)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--text", choices=["made-up", "reference"], default="made-up")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument(
+        "--eval-every", type=int, help="with --text reference: loss on what is held out"
+    )
     parser.add_argument("--tiny", action="store_true", help="small, for a CPU")
     parser.add_argument("--times", help="write step times there")
     args = parser.parse_args()
 
-    torch.manual_seed(1234)
+    torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.tiny:
         batch_size, length, vocab = 2, 64, 509
@@ -109,7 +146,11 @@ def main():
     else:
         batch_size, length, vocab = 16, 1024, 50257
         model = GPT(vocab, length)
-    loader = DataLoader(Text(vocab, length, 1_000_000), batch_size=batch_size)
+    if args.text == "reference":
+        loader = DataLoader(Reference(length), batch_size=batch_size, shuffle=True, drop_last=True)
+        held_out = DataLoader(Reference(length, held_out=True), batch_size=batch_size, shuffle=True)
+    else:
+        loader = DataLoader(Text(vocab, length, 1_000_000), batch_size=batch_size)
     model = model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
 
@@ -124,6 +165,8 @@ def main():
         optimizer.step()
         times.mark(batch_size)
         print(f"step {step} loss {loss.item():.4f}", flush=True)
+        if args.eval_every and step % args.eval_every == 0:
+            print(f"step {step} val loss {evaluate(model, held_out, device):.4f}", flush=True)
         if step == args.steps:
             break
     times.write(batch=batch_size)

@@ -81,6 +81,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--price", type=float, metavar="USD", help="price of one device-hour: savings in money, too"
     )
     parser.add_argument(
+        "--quality-steps",
+        type=positive,
+        metavar="N",
+        help="after the proof, run N steps of the script as it is and with the plan, from several seeds, and compare "
+        "the losses at equal steps and at equal time; fixes with which they are worse are not kept (default: none)",
+    )
+    parser.add_argument(
+        "--quality-seeds",
+        type=_three,
+        default=3,
+        metavar="N",
+        help="such runs an arm, each with another seed (default: 3)",
+    )
+    parser.add_argument(
         "--allow-writes",
         action="append",
         default=[],
@@ -173,6 +187,8 @@ def _asked(arguments: argparse.Namespace) -> Asked:
         allowed=[os.path.abspath(path) for path in arguments.allow_writes],
         cwd=os.getcwd(),
         price=arguments.price,
+        quality_steps=arguments.quality_steps,
+        quality_seeds=arguments.quality_seeds,
     )
 
 
@@ -186,15 +202,9 @@ def _resumed(arguments: argparse.Namespace) -> Tuning:
     from flopwise import tuning
 
     of_a_new_one = (
-        "out",
-        "fixes",
-        "allow",
-        "steps_remaining",
-        "price",
-        "dry_run",
-        "baseline",
-        "allow_writes",
-    )
+        "out", "fixes", "allow", "steps_remaining", "price", "dry_run", "baseline", "allow_writes",
+        "quality_steps",
+    )  # fmt: skip
     for option in of_a_new_one:
         if getattr(arguments, option):
             name = option.replace("_", "-")
@@ -225,5 +235,5 @@ def _seconds(text: str) -> float:
 def _three(text: str) -> int:
     value = int(text)
     if value < 3:
-        raise argparse.ArgumentTypeError("fewer than 3 processes an arm prove nothing")
+        raise argparse.ArgumentTypeError("fewer than 3 an arm prove nothing")
     return value

@@ -40,3 +40,4 @@ class Plan:
     ci95: tuple[float, float] | None = None
     step_s: float | None = None  # mean step of the proof with the fixes,
     bare_step_s: float | None = None  # and without
+    quality: str | None = None  # what longer runs said of the loss, where they were asked for

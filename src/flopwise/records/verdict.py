@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from flopwise.records.comparison import LineChange
+from flopwise.records.quality import Quality
 
 SCHEMA = "flopwise.tune/1"
 
@@ -121,6 +122,7 @@ class TimeUse:
     proof_s: float
     reserved_s: float  # what was set aside for the proof
     after_s: float = 0.0  # the profiled run with what was kept
+    quality_s: float = 0.0  # longer runs, where they were asked for
 
 
 @dataclass(frozen=True)
@@ -254,6 +256,8 @@ class TuneRecord:
     ledgers: Ledgers | None = None
     ledgers_reason: str | None = None  # why there are none
     multiplied: float | None = None  # the ratios of all kept fixes, multiplied: not what they give
+    quality: Quality | None = None  # longer runs with the plan and without; None: not asked for
+    worse: Quality | None = None  # longer runs with fixes that were taken out because of them
 
 
 def stored(record: TuneRecord) -> dict[str, Any]:

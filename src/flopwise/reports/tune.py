@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flopwise.records.verdict import TuneRecord
-from flopwise.reports import figures, tune_tables
+from flopwise.reports import figures, quality, tune_tables
 from flopwise.reports import tune_words as words
 from flopwise.reports.run import command_line
 from flopwise.reports.screen import WARN, Piece, Screen
@@ -32,6 +32,7 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str] = ()) -> None:
     screen.blank()
     _trials(screen, record)
     screen.blank()
+    quality.draw(screen, record)
     screen.flow("break-even", words.break_even(record))
     screen.flow("time", words.time(record))
     screen.flow("writes", words.writes(record))

@@ -53,7 +53,7 @@ def conclude(
         ValueError: fewer than 3 runs an arm, or unequal numbers.
     """
     timed = min(run.steps.timed for run in (*old, *new))
-    on = [applied_in(run) for run in new]
+    on = [applied_by(run.notes) for run in new]
     applied = [code for code in planned if all(code in codes for codes in on)]
     left_out = [note for run in new for note in run.notes if note.startswith(NOT_APPLIED)]
     notes = list(dict.fromkeys(left_out))
@@ -107,11 +107,11 @@ def compare_losses(old: Sequence[float | None], new: Sequence[float | None]) -> 
     return f"losses of step {LATER_STEP} differ by {apart:.1e} (relative); {own}"
 
 
-def applied_in(run: RunRecord) -> list[str]:
-    """Returns the codes of the fixes that a run says it has switched on."""
+def applied_by(notes: Sequence[str]) -> list[str]:
+    """Returns the codes of the fixes that a run says it has switched on, from its notes."""
     return [
         part.split()[0]
-        for note in run.notes
+        for note in notes
         if note.startswith(APPLIED)
         for part in note.removeprefix(APPLIED).split(", ")
         if part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
@@ -23,6 +23,7 @@ from flopwise.records import plan as plan_records
 from flopwise.records import rank as rank_records
 from flopwise.records import run as run_records
 from flopwise.records import store, verdict
+from flopwise.records.quality import Quality
 from flopwise.records.rank import RankRecord
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import (
@@ -47,6 +48,7 @@ from flopwise.tuning.pooling import Pools
 from flopwise.tuning.process_trials import try_in_processes
 from flopwise.tuning.processes import Processes
 from flopwise.tuning.proving import break_even, prove
+from flopwise.tuning.quality import compare_quality, suspects
 from flopwise.tuning.savings import savings, steps_of_epoch
 from flopwise.tuning.state import Asked, Baseline, State
 from flopwise.tuning.trying import (
@@ -112,12 +114,8 @@ class Tuning:
         baseline = self._baseline()
         if not self.state.tried:
             self._try(baseline)
-        concluded = None
-        kept = self.tried.kept
-        if kept:
-            runs = self.state.runs_of("proof")
-            concluded = prove(self.processes, kept, self.notes, runs, self.save)
-        record = self._record(baseline, concluded)
+        concluded, quality = self._prove()
+        record = self._record(baseline, concluded, quality)
         store.write_text(self.folder / "tune.json", store.encode(verdict.stored(record)))
         _write_page(self.folder / REPORT, record)
         if record.resume is not None:
@@ -183,6 +181,42 @@ class Tuning:
         self.state.tried = True
         self.save()
 
+    def _prove(self) -> tuple[Conclusion | None, Quality | None]:
+        """Proves what was kept, and compares the losses of longer runs where they were asked for.
+
+        Where these are worse with the fixes, the coarsest of them are taken out, and what is left is proven and
+        compared anew: once. What is worse then is not kept.
+        """
+        state, kept = self.state, self.tried.kept
+        if not kept:
+            return None, None
+        again = "second-" if state.worse is not None else ""
+        runs = state.runs_of(f"{again}proof")
+        concluded = prove(self.processes, kept, self.notes, runs, self.save, f"{again}proof")
+        if concluded is None or concluded.doubt is not None or not state.asked.quality_steps:
+            return concluded, None
+        on = [trial for trial in kept if trial.fix in concluded.applied]
+        done, name = state.runs_of(f"{again}quality"), f"{again}quality"
+        quality = compare_quality(self.processes, on, done, self.save, name=name)
+        if quality.verdict != "worse":
+            return concluded, quality
+        out = suspects(on) if state.worse is None else on
+        self._take_out(out, quality)
+        if len(out) == len(on):
+            return concluded, quality
+        state.worse = quality
+        state.runs_of("second-quality")["old"] = list(done["old"])
+        self.save()
+        return self._prove()
+
+    def _take_out(self, fixes: Sequence[Trial], quality: Quality) -> None:
+        """Marks fixes as not kept because longer runs with them were worse."""
+        codes = {trial.fix for trial in fixes}
+        for at, trial in enumerate(self.tried.trials):
+            if trial.fix in codes:
+                reason = f"{trial.reason}; but longer runs with it are worse: {quality.reason}"
+                self.tried.trials[at] = replace(trial, verdict="not kept", reason=reason)
+
     def _open(self) -> list[Trial]:
         """Returns what a longer budget would have tried, or proven."""
         return [
@@ -193,7 +227,9 @@ class Tuning:
 
     # ------------------------------------------------------------------ the record
 
-    def _outcome(self, baseline: RunRecord, concluded: Conclusion | None) -> Outcome:
+    def _outcome(
+        self, baseline: RunRecord, concluded: Conclusion | None, quality: Quality | None
+    ) -> Outcome:
         """Returns what the trials and the proof come to; writes the plan if the proof carries one."""
         asked, tried = self.state.asked, self.tried
         cached = self.state.cached
@@ -217,9 +253,11 @@ class Tuning:
                 f"the warm-up of {pays.warmup_s:.0f} s pays back after {pays.steps:.0f} steps only, and the job has "
                 f"{asked.steps_remaining} left"
             )
+        if doubt is None and quality is not None and quality.verdict == "worse" and not kept:
+            doubt = f"longer runs with the plan are worse: {quality.reason}"
         if doubt is not None:
             return Outcome(trials, kept, proof, pays, notes=[f"{doubt}: no plan was written"])
-        plan = self._write_plan(kept, proof, tried.torch or baseline.env.torch)
+        plan = self._write_plan(kept, proof, tried.torch or baseline.env.torch, quality)
         return Outcome(trials, kept, proof, pays, plan)
 
     def _ledgers(
@@ -247,12 +285,15 @@ class Tuning:
             tune_s=self.budget.used_s(),
         )
 
-    def _record(self, baseline: RunRecord, concluded: Conclusion | None) -> TuneRecord:
+    def _record(
+        self, baseline: RunRecord, concluded: Conclusion | None, quality: Quality | None
+    ) -> TuneRecord:
         """Returns the record of the tune."""
         asked, tried = self.state.asked, self.tried
-        outcome = self._outcome(baseline, concluded)
+        outcome = self._outcome(baseline, concluded, quality)
         proof, plan, trials = outcome.proof, outcome.plan, outcome.trials
         both, why_not = self._ledgers(baseline, outcome)
+        unfinished = concluded is None or (quality is not None and not quality.complete)
         writes, more = apart.together(self.processes.writes)
         before = Side(baseline.step_s.mean, work_of([baseline]).mfu_old)
         if proof is not None:
@@ -285,14 +326,18 @@ class Tuning:
             writes=writes,
             more_writes=more,
             sessions=self.state.sessions,
-            resume=str(self.folder) if concluded is None and self._open() else None,
+            resume=str(self.folder) if unfinished and self._open() else None,
             savings=self._savings(baseline, outcome),
             ledgers=both,
             ledgers_reason=why_not,
             multiplied=verdict.multiplied(outcome.kept) if plan else None,
+            quality=quality,
+            worse=self.state.worse,
         )
 
-    def _write_plan(self, kept: list[Trial], proof: Proof, torch: str) -> Path:
+    def _write_plan(
+        self, kept: list[Trial], proof: Proof, torch: str, quality: Quality | None
+    ) -> Path:
         job = self.state.asked.job()
         plan = plan_records.Plan(
             schema=plan_records.SCHEMA,
@@ -319,6 +364,7 @@ class Tuning:
             ci95=proof.comparison.ci95,
             step_s=proof.comparison.new_s,
             bare_step_s=proof.comparison.old_s,
+            quality=f"{quality.verdict}: {quality.reason}" if quality is not None else None,
         )
         path = self.folder / "plan.toml"
         store.write_text(path, plans.dump(plan))
@@ -407,7 +453,10 @@ def begin(asked: Asked, *, out: str | None, quiet: bool) -> Tuning:
     """
     name = f"tune-{Path(asked.script).stem}"
     folder = folders.create(out, name, {"command": asked.argv, "kind": "tune"})
-    budget = Budget(asked.budget_s, asked.processes, asked.proof_steps)
+    budget = Budget(
+        asked.budget_s, asked.processes, asked.proof_steps,
+        quality_steps=asked.quality_steps or 0, quality_seeds=asked.quality_seeds if asked.quality_steps else 0,
+    )  # fmt: skip
     return Tuning(states.begin(asked), folder, budget, quiet)
 
 
@@ -438,6 +487,8 @@ def resume(folder: Path, *, budget_s: float | None, force: bool, quiet: bool) ->
         state.asked.proof_steps,
         spent=dict(state.spent),
         before_s=state.used_s,
+        quality_steps=state.asked.quality_steps or 0,
+        quality_seeds=state.asked.quality_seeds if state.asked.quality_steps else 0,
     )
     if cut_off is not None:
         state.writes.append(apart.abandoned(cut_off))

@@ -14,7 +14,7 @@ from flopwise.records.comparison import Condition
 from flopwise.records.ledger import FAMILIES
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import Comparison, Ledgers, Trial
-from flopwise.trials.proof import applied_in
+from flopwise.trials.proof import applied_by
 from flopwise.tuning.processes import Processes
 from flopwise.tuning.trying import to_apply
 
@@ -93,7 +93,7 @@ def _stored(processes: Processes, folder: str) -> RunRecord | str:
 def _checked(record: RunRecord | str, kept: Sequence[Trial]) -> RunRecord | str:
     if isinstance(record, str):
         return record
-    left_out = [t.name for t in kept if t.fix not in applied_in(record)]
+    left_out = [t.name for t in kept if t.fix not in applied_by(record.notes)]
     if left_out:
         return f"{', '.join(left_out)} was left out when it was profiled with what was kept"
     return record

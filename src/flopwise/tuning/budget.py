@@ -40,6 +40,8 @@ class Budget:
     processes: int  # of the proof, an arm
     proof_steps: int
     clock: Callable[[], float] = time.monotonic
+    quality_steps: int = 0  # of each longer run after the proof
+    quality_seeds: int = 0  # longer runs an arm
     process_s: float = 0.0  # of the proof, as reckoned from the baseline
     start_s: float = 0.0  # of it until steps run
     step_s: float = 0.0
@@ -85,7 +87,7 @@ class Budget:
         self.step_s = baseline.step_s.mean
         self.start_s = max(0.0, wall_s - baseline.steps.timed * self.step_s)
         self.process_s = self.start_s + self.proof_steps * self.step_s
-        self.reserved_s = MARGIN * self.proof_s() + self.grace_s
+        self.reserved_s = MARGIN * self.last_s() + self.grace_s
 
     @property
     def grace_s(self) -> float:
@@ -123,15 +125,31 @@ class Budget:
                 share_s = min(trial.warmup_s, warm_s * trial.warmup_s / cold_s)
                 self.cached[trial.fix] = max(share_s, self.cached.get(trial.fix, 0.0))
 
+    @property
+    def quality_run_s(self) -> float:
+        """Returns what a longer run of the bare script is reckoned to take."""
+        return self.start_s + self.quality_steps * self.step_s
+
+    def quality_s(self, kept: Sequence[Trial] = ()) -> float:
+        """Returns what the longer runs of both arms are reckoned to take; with the fixes they are not taken to be faster."""
+        if not self.quality_seeds:
+            return 0.0
+        warmups_s = self.warmups_s(kept, self.quality_seeds)
+        return 2 * self.quality_seeds * self.quality_run_s + warmups_s
+
+    def last_s(self, kept: Sequence[Trial] = ()) -> float:
+        """Returns what comes after the trials: the proof, and longer runs where they were asked for."""
+        return self.proof_s(kept) + self.quality_s(kept)
+
     def trials_s(self, kept: Sequence[Trial] = ()) -> float:
-        """Returns what is left for trials, the proof with what has been kept so far set aside.
+        """Returns what is left for trials, what comes after them with what has been kept so far set aside.
 
         So is the profiled process after it, where that is a small part of the whole.
         """
         after_s = MARGIN * self.after_s
         if after_s > AFTER_FRAC * self.given_s:
             after_s = 0.0
-        return self._trials_s() - MARGIN * (self.proof_s(kept) - self.proof_s()) - after_s
+        return self._trials_s() - MARGIN * (self.last_s(kept) - self.last_s()) - after_s
 
     def _trials_s(self) -> float:
         return self.left_s() - self.reserved_s
@@ -150,12 +168,16 @@ class Budget:
             return None
         baseline_s = self.used_s()
         enough = baseline_s + self.reserved_s + MARGIN * self.least_trials_s(fixes)
+        has, fewer = "has", "fewer --proof-steps"
+        if self.quality_seeds:
+            has = f"longer runs {self.quality_s():.0f} s ({2 * self.quality_seeds} of {self.quality_run_s:.0f} s), which have"
+            fewer += " or --quality-steps"
         return (
             f"--budget {self.given_s:.0f}s is too small: measuring the script as it is took {baseline_s:.0f} s, the "
             f"final proof is reckoned to take {self.proof_s():.0f} s ({2 * self.processes} processes of "
-            f"{self.process_s:.0f} s) and has {self.reserved_s:.0f} s set aside, and trying "
+            f"{self.process_s:.0f} s) and {has} {self.reserved_s:.0f} s set aside, and trying "
             f"{fixes} fix{'es' if fixes > 1 else ''} takes {self.least_trials_s(fixes):.0f} s at the very least. "
-            f"No fix was tried; give --budget {rounded_up(enough)} or more, or fewer --proof-steps"
+            f"No fix was tried; give --budget {rounded_up(enough)} or more, or {fewer}"
         )
 
     def no_proof(self, kept: Sequence[Trial], done: int = 0) -> str | None:
@@ -189,6 +211,16 @@ class Budget:
             f"--budget {rounded_up(enough)} would do"
         )
 
+    def no_quality(self, kept: Sequence[Trial], runs: int) -> str | None:
+        """Returns why `runs` longer runs are not begun, and what would do; None if there is time."""
+        needed_s = self.quality_s(kept) * runs / (2 * self.quality_seeds)
+        if needed_s <= self.left_s():
+            return None
+        return (
+            f"they are reckoned to take {needed_s:.0f} s, and {max(0.0, self.left_s()):.0f} s of the budget of "
+            f"{self.given_s:.0f} s were left. --budget {rounded_up(self.used_s() + MARGIN * needed_s)} would do"
+        )
+
     def to_go_s(self, kept: Sequence[Trial] = (), *, runs: int | None = None) -> float | None:
         """Returns about how long the tune still takes at most, None before anything is known.
 
@@ -199,8 +231,8 @@ class Budget:
         if not self.process_s:
             return None
         if runs is None:
-            return max(0.0, self.trials_s(kept)) + self.proof_s(kept)
-        return runs * self.proof_s(kept) / (2 * self.processes)
+            return max(0.0, self.trials_s(kept)) + self.last_s(kept)
+        return runs * self.proof_s(kept) / (2 * self.processes) + self.quality_s(kept)
 
     def use(self) -> TimeUse:
         """Returns how the time was used."""
@@ -211,6 +243,7 @@ class Budget:
             proof_s=self.spent.get("proof", 0.0),
             reserved_s=self.reserved_s,
             after_s=self.spent.get("after", 0.0),
+            quality_s=self.spent.get("quality", 0.0),
         )
 
 

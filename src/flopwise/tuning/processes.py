@@ -48,6 +48,7 @@ class Processes:
         look: Callable[[Path], None] | None = None,
         kept: Sequence[Trial] = (),
         runs: int | None = None,
+        to_go_s: float | None = None,
     ) -> Measurement:
         """Runs a process to its end, or to that of its time, and returns what is known of it.
 
@@ -60,12 +61,14 @@ class Processes:
             look: called with its folder, again and again while it runs.
             kept: the fixes so far, and
             runs: how many processes of the proof are left, this one included, for the time that is left.
+            to_go_s: that time, where it is known otherwise.
 
         Raises:
             RunFolderError: its folder cannot be made, or went away while it ran.
             UsageError: it cannot be started.
         """
-        to_go_s = self.budget.to_go_s(kept, runs=runs)
+        if to_go_s is None:
+            to_go_s = self.budget.to_go_s(kept, runs=runs)
         self.say(doing if to_go_s is None else f"{doing} (at most {duration(to_go_s)} to go)")
         path = self._free(name)
         self.starts(path.name)

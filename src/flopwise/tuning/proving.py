@@ -20,6 +20,7 @@ def prove(
     notes: list[str],
     done: dict[str, list[str]],
     save: Callable[[], None] = lambda: None,
+    name: str = "proof",
 ) -> Conclusion | None:
     """Returns what fresh processes say of the fixes that were kept, in random order within each pair.
 
@@ -31,6 +32,7 @@ def prove(
         notes: what is to be said is added.
         done: folders of the runs that there are already, by arm; what is run is added.
         save: called after each process.
+        name: how the folders of its processes begin.
 
     Raises:
         RunFolderError: the folder cannot be written, or went away.
@@ -43,7 +45,7 @@ def prove(
         return None
     with budget.part("proof"):
         try:
-            pairs = Pairs("proof", "proof", "final proof", (), kept)
+            pairs = Pairs(name, "proof", "final proof", (), kept)
             runs = run_pairs(processes, pairs, done, save)
         except NothingMeasuredError as error:
             notes.append(str(error))

@@ -11,6 +11,7 @@ from flopwise.errors import PlanError, RecordError, UsageError
 from flopwise.launch.command import Job
 from flopwise.records import store
 from flopwise.records.pool import Shares, Turn
+from flopwise.records.quality import Quality
 from flopwise.records.verdict import Comparison, Trial, Write
 
 SCHEMA = "flopwise.tune-state/1"
@@ -35,6 +36,8 @@ class Asked:
     allowed: list[str] = field(default_factory=list)
     cwd: str = ""  # where it was begun
     price: float | None = None  # US dollars a device-hour
+    quality_steps: int | None = None  # of each longer run after the proof; None: there are none
+    quality_seeds: int = 3  # longer runs an arm
 
     def job(self) -> Job:
         """Returns the job."""
@@ -74,6 +77,7 @@ class State:
     shares: Shares | None = None
     handed: list[Trial] = field(default_factory=list)  # fixes that are to be compared in processes
     why_untried: str | None = None
+    worse: Quality | None = None  # what longer runs said of fixes that were taken out then
     #: Runs of pairs: by what is compared ("proof", or a fix) and arm, their folders.
     runs: dict[str, dict[str, list[str]]] = field(default_factory=dict)
     cached: dict[str, float] = field(default_factory=dict)  # by fix: warm-up with the compile cache

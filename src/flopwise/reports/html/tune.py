@@ -10,7 +10,7 @@ from flopwise.records.verdict import Ledgers, TuneRecord
 from flopwise.reports import figures, tune_tables
 from flopwise.reports import tune_words as words
 from flopwise.reports.compare import signed
-from flopwise.reports.html import headline, provenance, tables
+from flopwise.reports.html import headline, provenance, quality, tables
 from flopwise.reports.html.lines import COLORED
 from flopwise.reports.html.markup import MOST, Html, el, number, pieces
 from flopwise.reports.html.page import foot, head, page
@@ -20,6 +20,7 @@ from flopwise.reports.screen import Piece
 
 CSS = (
     tables.CSS
+    + quality.CSS
     + """.pair{width:26%;min-width:110px}
 .pair svg{display:block;width:100%;height:18px}
 .pair .was{opacity:.45}
@@ -46,6 +47,7 @@ def render_tune_html(record: TuneRecord) -> str:
             _saved(record),
             _ledgers(record),
             _trials(record),
+            *quality.draw(record),
             _costs(record),
             _plan(record),
             provenance.notes(record.notes),
