@@ -80,8 +80,23 @@ MODELS = {
         "bert_varlen.py",
         {"V3": ("bert_varlen.py",), "V4": ("bert_varlen.py", "--compile")}, unit="tokens", needs=("transformers",),
     ),
-    "gpt2_trainer": Model("gpt2_trainer.py", {"R7": ("gpt2.py",)}, GPT2, needs=("transformers", "accelerate")),
-    "gpt2_lightning": Model("gpt2_lightning.py", {"R7": ("gpt2.py",)}, GPT2, needs=("lightning",)),
+    "gpt2_trainer": Model(
+        "gpt2_trainer.py",
+        {"flags": ("gpt2_trainer.py",), "graphs": ("gpt2_trainer.py", "--graphs"), "R7": ("gpt2.py",)},
+        GPT2, needs=("transformers", "accelerate"),
+    ),
+    "gpt2_lightning": Model(
+        "gpt2_lightning.py",
+        {
+            "flags": ("gpt2_lightning.py",), "graphs": ("gpt2_lightning.py", "--graphs"),
+            "sdpa": ("gpt2_lightning.py", "--sdpa"), "R7": ("gpt2.py",),
+        },
+        GPT2, needs=("lightning",),
+    ),
+    "bert_trainer": Model(
+        "bert_trainer.py", {"flags": ("bert_trainer.py",), "V4": ("bert_varlen.py", "--compile")},
+        unit="tokens", needs=("transformers", "accelerate"),
+    ),
 }  # fmt: skip
 
 

@@ -59,3 +59,45 @@ def test_a_model_that_the_script_drops_is_freed_although_the_session_lives(
         assert net() is None
     finally:
         session.detach()
+
+
+def test_a_root_that_is_never_called_as_a_module_has_its_forward_in_the_parts_that_are() -> None:
+    """A LightningModule, whose training_step is called: what is to change the forward must go around its parts."""
+
+    class Task(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def training_step(self) -> torch.Tensor:
+            return self.net(torch.randn(6, 8)).square().mean()
+
+    def forwards_of(task: Task, step: Any) -> list[nn.Module]:
+        session = Session(Config(steps=8, warmup=4))
+        optimizer = torch.optim.SGD(task.parameters(), lr=0.01)
+        found: list[list[nn.Module]] = []
+
+        def look(session: Session, row: Any) -> None:
+            if session.roots.settled:
+                found.append(session.roots.forwards)
+                session.roots.look_away()
+                found.append(session.roots.forwards)
+                session.roots.watch_again()
+
+        session.observers.append(look)
+        session.attach()
+        try:
+            for _ in range(10):
+                optimizer.zero_grad()
+                step().backward()
+                optimizer.step()
+        finally:
+            session.detach()
+        assert len(found) > 2
+        assert all(modules == found[-1] for modules in found)
+        return found[-1]
+
+    task = Task()
+    assert forwards_of(task, task.training_step) == [task.net]
+    task.forward = task.training_step
+    assert forwards_of(task, task) == [task]

@@ -35,7 +35,7 @@ def scene_of(session: Session, rows: Sequence[Row] = ()) -> Scene:
         return float(sum(min(1.0, value(row) / max(row.end_ns, 1)) for row in rows) / len(rows))
 
     return Scene(
-        roots=tuple(session.roots.found),
+        roots=tuple(session.roots.forwards),
         optimizers=tuple(
             o for reference in session.optimizers.values() if (o := reference()) is not None
         ),

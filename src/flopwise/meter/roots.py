@@ -43,6 +43,7 @@ class Roots:
         self._aside: list[weakref.ref[nn.Module]] = []  # watched before, and to be watched again
         self._release: list[Callable[[], None]] = []
         self._calls = 0
+        self._called: set[int] = set()  # of the watched modules, by id, those that were called
         self._depth = 0
         self._lead: int | None = None  # the first root called in this interval
         self.keep_inputs = False  # copy the inputs of the next call, for a parity check
@@ -53,6 +54,14 @@ class Roots:
     def found(self) -> list[nn.Module]:
         """The root modules that still live."""
         return _alive(self._found)
+
+    @property
+    def forwards(self) -> list[nn.Module]:
+        """The modules whose calls are the forward: the roots, or the parts that are called of a root that is not."""
+        if not self._depth:
+            return self.found
+        watched = _alive(self._watched or self._aside)
+        return [module for module in watched if id(module) in self._called]
 
     def look(self, steps: int) -> None:
         """Called at the first step ends: finds the roots, and goes one level down while none is called."""
@@ -85,6 +94,7 @@ class Roots:
         self.release()
         self.settled = False
         self._calls = self._depth = 0
+        self._called.clear()
 
     def release(self) -> None:
         """Takes every hook out and forgets the modules: the script may want their memory back."""
@@ -165,6 +175,7 @@ class Roots:
         interval = session.interval
         try:
             self._calls += 1
+            self._called.add(id(module))
             if session.trainers.is_other():
                 session.counting.called_elsewhere()
                 return
