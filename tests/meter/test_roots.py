@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import types
 import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules import module
 
 from flopwise.meter.config import Config, StopTraining
 from flopwise.meter.session import Session
@@ -101,3 +103,33 @@ def test_a_root_that_is_never_called_as_a_module_has_its_forward_in_the_parts_th
     assert forwards_of(task, task.training_step) == [task.net]
     task.forward = task.training_step
     assert forwards_of(task, task) == [task]
+
+
+@pytest.mark.parametrize("way", ["in the forward", "around the forward's function", "nowhere"])
+def test_autocast_that_a_model_enters_by_itself_is_seen_and_no_hook_stays(way: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(8, 4), nn.Linear(4, 4)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            states = self.table(ids)
+            with torch.autocast("cpu", torch.bfloat16, enabled=way == "in the forward"):
+                return self.layer(states)
+
+    net = Net()
+    if way.startswith("around"):  # as Accelerate does
+        net.forward = types.MethodType(torch.autocast("cpu", torch.bfloat16)(Net.forward), net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    session = Session(Config(steps=4, warmup=4))
+    session.attach()
+    try:
+        for _ in range(8):
+            optimizer.zero_grad()
+            net(torch.arange(8)).float().square().mean().backward()
+            optimizer.step()
+            assert not module._global_forward_pre_hooks
+    finally:
+        session.detach()
+    assert session.roots.autocast is None
+    assert session.roots.autocast_within == (None if way == "nowhere" else torch.bfloat16)

@@ -20,7 +20,7 @@ from flopwise.meter.session import Session
 def facts_of(session: Session, autocast: torch.dtype | None) -> Facts:
     """Returns what the script was seen to do by itself, given the autocast dtype around its forward."""
     return Facts(
-        autocast=autocast is not None,
+        autocast=autocast is not None or session.roots.autocast_within is not None,
         grad_scaler=session.uses_scaler,
         compiles=compiles_own_code() or any(compiled_parts(root) for root in session.roots.found),
     )

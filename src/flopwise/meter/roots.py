@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from flopwise.kit.nested import copies
 from flopwise.meter.found import (
@@ -48,6 +49,8 @@ class Roots:
         self._lead: int | None = None  # the first root called in this interval
         self.keep_inputs = False  # copy the inputs of the next call, for a parity check
         self.autocast: torch.dtype | None = None  # the script's own, around the last call
+        self.autocast_within: torch.dtype | None = None  # the same, entered by the model itself
+        self._within: Any = None  # the hook that looks for it
         self._inputs: Snapshot | None = None
 
     @property
@@ -106,6 +109,7 @@ class Roots:
         while self._release:
             self._release.pop()()
         self._watched = []
+        self._end_looking_within()
 
     def look_away(self) -> None:
         """Takes the watches off for a while: a fix is about to change how the modules are called."""
@@ -131,6 +135,7 @@ class Roots:
     def new_interval(self) -> None:
         """Forgets which root was called first."""
         self._lead = None
+        self._end_looking_within()
 
     def _parameters(self) -> list[nn.Parameter]:
         session = self._session
@@ -204,6 +209,28 @@ class Roots:
         if self.keep_inputs:
             args, kwargs = copies((args, kwargs))
             self._inputs = Snapshot(module, args, kwargs, self.autocast)
+        if not under and self._within is None and not compiles_own_code():
+            if not compiled_parts(module):
+                self._within = register_module_forward_pre_hook(self._on_part)
+
+    def _on_part(self, module: nn.Module, _: Any) -> None:
+        """Takes the autocast around the first product of a forward: Accelerate enters it in the model's own forward."""
+        weight = module._parameters.get("weight")
+        if (
+            weight is None
+            or weight.dim() < 2
+            or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        ):
+            return
+        self._end_looking_within()
+        device = weight.device.type
+        under = torch.is_autocast_enabled(device)
+        self.autocast_within = torch.get_autocast_dtype(device) if under else None
+
+    def _end_looking_within(self) -> None:
+        hook, self._within = self._within, None
+        if hook is not None:
+            hook.remove()
 
     def _read(self, args: Any, kwargs: Any) -> str:
         session = self._session
