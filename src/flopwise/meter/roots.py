@@ -209,9 +209,9 @@ class Roots:
         if self.keep_inputs:
             args, kwargs = copies((args, kwargs))
             self._inputs = Snapshot(module, args, kwargs, self.autocast)
-        if not under and self._within is None and not compiles_own_code():
-            if not compiled_parts(module):
-                self._within = register_module_forward_pre_hook(self._on_part)
+        plain = not (under or compiles_own_code() or compiled_parts(module))
+        if plain and self._within is None:
+            self._within = register_module_forward_pre_hook(self._on_part)
 
     def _on_part(self, module: nn.Module, _: Any) -> None:
         """Takes the autocast around the first product of a forward: Accelerate enters it in the model's own forward."""
