@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +25,7 @@ from flopwise.fixes.labelled_loss import Learned, Loss, learn, part
 from flopwise.fixes.lazy_logits import LazyLogits, later, watched
 from flopwise.fixes.replaced_linear import PASSES, linear_problem, switch
 from flopwise.fixes.slot import LOGITS, Call, Layers, Slot, forward_problem, inner
+from flopwise.kit.compiler import forget, frame, tally
 from flopwise.kit.nested import map_tensors
 from flopwise.meter.kept import kept_module, kept_rng
 from flopwise.meter.parity import not_shown
@@ -134,13 +136,8 @@ class LossOutside(Applied):
     # ------------------------------------------------------------------ what a subclass says
 
     @abstractmethod
-    def label_problem(
-        self, labelled_frac: float, places: int, head: nn.Linear | None
-    ) -> str | None:
-        """Returns why it is not for a model of whose places this share has a label, or None.
-
-        `head` is None until it is known.
-        """
+    def label_problem(self, labelled_frac: float, places: int) -> str | None:
+        """Returns why it is not for a model that is called with so many places, this share with a label; or None."""
 
     @abstractmethod
     def asked(self, loss: Loss, targets: torch.Tensor) -> Any:
@@ -159,7 +156,7 @@ class LossOutside(Applied):
 
     @abstractmethod
     def forget(self) -> None:
-        """Drops what was compiled."""
+        """Drops what was compiled for `made`."""
 
     # ------------------------------------------------------------------ switching
 
@@ -199,18 +196,17 @@ class LossOutside(Applied):
         module = self._module
         self.disable()
         snapshot = snapshot._replace(module=module)
-        reason = self.failure() or self._watch.read() or self._label_problem()
+        labelled = self._watch.labelled()
+        reason = self.failure() or self._watch.read()
+        if reason is None and labelled is not None:
+            reason = self.label_problem(*labelled)
         if reason is None and self._loss is None:
-            reason = self._learn(snapshot) or self._label_problem()
+            reason = self._learn(snapshot)
         if reason is not None:
             self._reason = reason
             return not_shown("reordered", reason)
         with self._watch.aside():
             return parity_alone(self, snapshot)
-
-    def _label_problem(self) -> str | None:
-        labelled = self._watch.labelled()
-        return None if labelled is None else self.label_problem(*labelled, self._head)
 
     def _learn(self, snapshot: Snapshot) -> str | None:
         """Returns why it is not known how the loss is made, or None."""
@@ -347,6 +343,46 @@ def _with(output: Any, loss: torch.Tensor, logits: torch.Tensor) -> Any:
     if type(output) is dict:
         return {"loss": loss, **output} | {"loss": loss, "logits": logits}
     return None
+
+
+class Beside:
+    """A function that is compiled where the model is, for each kind of call on its own; eager once that has failed."""
+
+    def __init__(self, slot: Slot, function: Call) -> None:
+        self._slot, self._function = slot, function
+        self._frame: Any = None
+        self._compiled: Any = None
+        self._known: set[Hashable] = set()  # what it was compiled for
+        self._fails = False
+        self.compile_s = 0.0
+
+    def __call__(self, kind: Hashable, *args: Any) -> Any:
+        """Returns what the function returns; calls of one `kind` run the same code."""
+        if self._fails or not self._slot.compiles:
+            return self._function(*args)
+        if self._compiled is None:
+            self._frame = frame(self._function)
+            self._compiled = torch.compile(self._frame, dynamic=False)
+        if kind in self._known:
+            return self._compiled(*args)
+        before = tally()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the script did not ask for a compiler's advice
+                made = self._compiled(*args)
+        except Exception:
+            self._fails = True
+            return self._function(*args)
+        self._known.add(kind)
+        self.compile_s += (tally() - before).compile_s
+        return made
+
+    def forget(self) -> None:
+        """Drops the compiled code."""
+        if self._frame is not None:
+            forget(self._frame)
+        self._frame = self._compiled = None
+        self._known.clear()
 
 
 @contextmanager

@@ -272,8 +272,8 @@ class TestEffect:
     def test_a_wrong_loss_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         net = model()
         fix = applied_to(net)
-        right = labelled_logits._LossOf.__call__
-        monkeypatch.setattr(labelled_logits._LossOf, "__call__", lambda *args: right(*args) * 1.01)
+        right = labelled_logits._Applied.made
+        monkeypatch.setattr(labelled_logits._Applied, "made", lambda *args: right(*args) * 1.01)
         assert not fix.verify(Snapshot(net, (), batch())).passed
 
 

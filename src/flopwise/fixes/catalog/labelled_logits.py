@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,11 +10,10 @@ import torch
 from torch import nn
 
 from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
-from flopwise.fixes.labelled_loss import Count, Loss, Product
-from flopwise.fixes.loss_outside import LossOutside, eligible
+from flopwise.fixes.labelled_loss import Count, Loss
+from flopwise.fixes.loss_outside import Beside, LossOutside, eligible
 from flopwise.fixes.replaced_linear import PRODUCT, product_of
-from flopwise.fixes.slot import Slot, inner
-from flopwise.kit.compiler import forget, frame, tally
+from flopwise.fixes.slot import Call, Slot, inner
 
 #: With more of the places labelled there is too little to leave out.
 MOST_LABELLED_FRAC = 0.8
@@ -67,31 +65,36 @@ class LabelledLogits(Fix):
 class _Applied(LossOutside):
     def __init__(self, module: nn.Module, setting: Mapping[str, str] | None) -> None:
         super().__init__(module, setting)
-        self._made = _LossOf(Slot.of(module))
+        self._slot_of_root = Slot.of(module)
+        self._beside: Beside | None = None
         self._rows = 0
 
-    def label_problem(
-        self, labelled_frac: float, places: int, head: nn.Linear | None
-    ) -> str | None:
+    def label_problem(self, labelled_frac: float, places: int) -> str | None:
         if labelled_frac > MOST_LABELLED_FRAC:
             return (
                 f"{labelled_frac:.0%} of the places have a label: there is too little to leave out"
             )
         return None
 
-    def asked(self, loss: Loss, targets: torch.Tensor) -> Any:
+    def asked(self, loss: Loss, targets: torch.Tensor) -> Count:
         return Count(targets, loss.ignore_index)
 
     def made(
         self, head: nn.Linear, loss: Loss, hidden: torch.Tensor, targets: torch.Tensor, asked: Any
     ) -> torch.Tensor:
+        if self._beside is None:
+            self._beside = Beside(self._slot_of_root, _loss_of(head, loss))
         rows = self._enough(asked.read(), targets.numel())
-        made = self._made(head, loss, hidden, targets, rows)
-        self.compile_s = self._made.compile_s
+        kind = hidden.device.type
+        under = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        known = (rows, hidden.shape, hidden.dtype, under, getattr(head, PRODUCT, None))
+        made: torch.Tensor = self._beside(known, hidden, targets, rows)
+        self.compile_s = self._beside.compile_s
         return made
 
     def forget(self) -> None:
-        self._made.forget()
+        if self._beside is not None:
+            self._beside.forget()
 
     def _enough(self, labelled: int, places: int) -> int:
         """Returns how many rows to compute: as before where that is enough, so that nothing compiles anew."""
@@ -101,52 +104,8 @@ class _Applied(LossOutside):
         return min(self._rows, places)
 
 
-class _LossOf:
-    """The head's product and the loss, compiled where the model is."""
+def _loss_of(head: nn.Linear, loss: Loss) -> Call:
+    def of(hidden: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
+        return loss(lambda some: product_of(head, some), hidden, targets, rows)
 
-    def __init__(self, slot: Slot) -> None:
-        self._slot = slot
-        self._frame: Any = None
-        self._compiled: Any = None
-        self._known: set[Any] = set()  # what it was compiled for
-        self._fails = False
-        self.compile_s = 0.0
-
-    def __call__(
-        self, head: nn.Linear, loss: Loss, hidden: torch.Tensor, targets: torch.Tensor, rows: int
-    ) -> torch.Tensor:
-        def eager(hidden: torch.Tensor, targets: torch.Tensor, rows: int) -> torch.Tensor:
-            return loss(_product(head), hidden, targets, rows)
-
-        if self._fails or not self._slot.compiles:
-            return eager(hidden, targets, rows)
-        if self._compiled is None:
-            self._frame = frame(eager)
-            self._compiled = torch.compile(self._frame, dynamic=False)
-        kind = hidden.device.type
-        under = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        known = (rows, hidden.shape, hidden.dtype, under, getattr(head, PRODUCT, None))
-        if known in self._known:
-            return self._compiled(hidden, targets, rows)  # type: ignore[no-any-return]
-        before = tally()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the script did not ask for a compiler's advice
-                made: torch.Tensor = self._compiled(hidden, targets, rows)
-        except Exception:
-            self._fails = True
-            return eager(hidden, targets, rows)
-        self._known.add(known)
-        self.compile_s += (tally() - before).compile_s
-        return made
-
-    def forget(self) -> None:
-        """Drops the compiled code."""
-        if self._frame is not None:
-            forget(self._frame)
-        self._frame = self._compiled = None
-        self._known.clear()
-
-
-def _product(head: nn.Linear) -> Product:
-    return lambda hidden: product_of(head, hidden)
+    return of
