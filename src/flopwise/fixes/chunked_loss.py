@@ -188,11 +188,15 @@ def chunked(
     dtype = torch.get_autocast_dtype(device) if cast else hidden.dtype
     wide = torch.promote_types(dtype, torch.float32)
     classes = weight.shape[0]
-    pad = -classes % MULTIPLE if device == "cuda" else 0
     kind = Kind(dtype, wide, classes, loss.ignore_index, loss.label_smoothing)
-    how = _How(kind, rows, by, not loss.per_item, pad)
+    how = _How(kind, rows, by, not loss.per_item, _pad_of(classes, device))
     made: torch.Tensor = _Chunked.apply(hidden, weight, bias, targets, how)  # type: ignore[no-untyped-call]
     return made if cast or loss.upcast else made.to(dtype)
+
+
+def _pad_of(classes: int, device: str) -> int:
+    """Returns how many columns of logits are added."""
+    return -classes % MULTIPLE if device == "cuda" else 0
 
 
 def _padded(tensor: torch.Tensor, more: int) -> torch.Tensor:
