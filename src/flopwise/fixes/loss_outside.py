@@ -287,7 +287,9 @@ class LossOutside(Applied):
             with _entered(hidden.device.type, loss.autocast):
                 flat = hidden.flatten(0, -2)
                 made = self.made(head, loss, flat, targets.to(hidden.device), asked)
-                lazy = later(hidden, head.weight, head.bias)
+                lazy: Any = later(hidden, head.weight, head.bias)
+            if loss.gives:
+                lazy = lazy.to(getattr(torch, loss.gives))
             if loss.per_item:
                 items = kwargs["num_items_in_batch"]
                 made = made / (items.to(made.device) if isinstance(items, torch.Tensor) else items)

@@ -169,6 +169,29 @@ class TestEffect:
             assert type(net(**batch()).logits) is torch.Tensor
         assert fix.failure() is None
 
+    def test_logits_that_the_model_casts_before_it_gives_them(self) -> None:
+        """As Accelerate has a model do in mixed precision: autocast within the forward, outputs in float32."""
+
+        class Low(Causal):
+            def forward(self, ids: Any, labels: Any = None, num_items_in_batch: Any = None) -> Any:
+                with torch.autocast("cpu", torch.bfloat16):
+                    out = super().forward(ids, labels, num_items_in_batch)
+                return Output(out.loss, out.logits.float())
+
+        net = model(Low).eval()
+        fix = applied_to(net)
+        assert fix.verify(Snapshot(net, (), batch())).passed
+        assert (fix.setting["gives"], fix.setting["autocast"]) == ("float32", "bfloat16")
+        plain = net(**batch())
+        wanted = grads(net, plain.loss)
+        fix.enable()
+        out = net(**batch())
+        assert isinstance(out.logits, LazyLogits)
+        assert out.logits.dtype == torch.float32
+        torch.testing.assert_close(out.loss, plain.loss, rtol=1e-4, atol=0)
+        torch.testing.assert_close(grads(net, out.loss), wanted, rtol=0.05, atol=1e-3)
+        torch.testing.assert_close(out.logits + 0, plain.logits)
+
     def test_logits_that_are_read_later_are_right_and_end_it(self) -> None:
         net = model().eval()
         fix = applied_to(net)

@@ -32,8 +32,8 @@ class ChunkedLoss(Fix):
     tenth of that, `saves` says how much less, and are passed over less often.
 
     When it declines:
-    The model does not take `labels` and give `loss` beside `logits`; the logits are not what a Linear layer gives as
-    it is; the loss is not one cross_entropy of them with the labels, or the labels shifted by one; something else is
+    The model does not take `labels` and give `loss` beside `logits`; the logits are not what a Linear layer gives, as
+    it is or in float32; the loss is not one cross_entropy of them with the labels, or the labels shifted by one; something else is
     added to the loss (the numbers then differ); the script reads the logits in the first steps; labelled-logits is on,
     which computes fewer of them; the head is less than 3 % of the products; hooks would see its output; the script
     compiles its model. A model that returns the loss alone is not looked at.
@@ -76,8 +76,9 @@ class _Applied(LossOutside):
     ) -> torch.Tensor:
         places, classes = hidden.shape[0], head.out_features
         rows = chunk_rows(places, classes, hidden.device.type)
-        saved = 4 * classes * (places - rows)
-        self.setting["saves"] = f"{saved / 1e9:.3g} GB of float32 logits: {rows} of {places} places"
+        if rows < places:
+            saved = 4e-9 * classes * (places - rows)
+            self.setting["saves"] = f"{saved:.3g} GB of float32 logits: {rows} of {places} places"
         made = chunked(loss, hidden, head.weight, head.bias, targets, rows, self._piece)
         self.compile_s = self._beside.compile_s
         return made

@@ -37,8 +37,8 @@ class LabelledLogits(Fix):
     91.6 -> 85.2 ms.
 
     When it declines:
-    The model does not take `labels` and give `loss` beside `logits`; the logits are not what a Linear layer gives as
-    it is; the loss is not one cross_entropy of them with the labels, or the labels shifted by one; something else is
+    The model does not take `labels` and give `loss` beside `logits`; the logits are not what a Linear layer gives, as
+    it is or in float32; the loss is not one cross_entropy of them with the labels, or the labels shifted by one; something else is
     added to the loss (the numbers then differ); the script reads the logits in the first steps; more than 80 % of the
     places have a label (causal models, as a rule); the head is less than 3 % of the products; hooks would see its
     output; the script compiles its model. A model that returns the loss alone is not looked at.
