@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.nn.modules import module
 
+from flopwise.meter import yardstick
 from flopwise.meter.config import Config, StopTraining
+from flopwise.meter.replay import Snapshot
 from flopwise.meter.session import Session
 
 
@@ -136,3 +138,5 @@ def test_autocast_that_a_model_enters_by_itself_is_seen_and_no_hook_stays(way: s
         session.detach()
     assert session.roots.autocast is None
     assert session.roots.autocast_within == (None if way == "nowhere" else torch.bfloat16)
+    allowed = yardstick.allowed_roundoff(Snapshot(net), yardstick.FLOAT32)
+    assert allowed == (yardstick.FLOAT32 if way == "nowhere" else yardstick.BFLOAT16)

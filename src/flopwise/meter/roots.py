@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from flopwise.kit.nested import copies
 from flopwise.meter.found import (
@@ -21,11 +23,15 @@ from flopwise.meter.found import (
 from flopwise.meter.replay import Snapshot
 from flopwise.meter.rows import EVALUATION
 from flopwise.meter.watch import Watch
+from flopwise.meter.yardstick import ENTERED
 
 if TYPE_CHECKING:
     from flopwise.meter.session import Session
 
 now = time.perf_counter_ns
+
+#: Calls up to this one are looked at closely.
+FIRST_CALLS = 3
 
 
 class Roots:
@@ -193,7 +199,7 @@ class Roots:
             if self._lead == id(module):
                 interval.root_calls += 1
                 signature = self._read(args, kwargs)
-                if self.keep_inputs or self._calls < 3:
+                if self.keep_inputs or self._calls < FIRST_CALLS:
                     self._look_closely(module, args, kwargs)
                 if first and not interval.backwards:
                     session.counting.root_called(module, args, kwargs, signature)
@@ -209,11 +215,12 @@ class Roots:
         if self.keep_inputs:
             args, kwargs = copies((args, kwargs))
             self._inputs = Snapshot(module, args, kwargs, self.autocast)
-        plain = not (under or compiles_own_code() or compiled_parts(module))
-        if plain and self._within is None:
-            self._within = register_module_forward_pre_hook(self._on_part)
+        if self._calls >= FIRST_CALLS or under or self._within is not None:
+            return  # later on it may be a fix's
+        if not compiles_own_code() and not compiled_parts(module):
+            self._within = register_module_forward_pre_hook(partial(self._on_part, module))
 
-    def _on_part(self, module: nn.Module, _: Any) -> None:
+    def _on_part(self, root: nn.Module, module: nn.Module, _: Any) -> None:
         """Takes the autocast around the first product of a forward: Accelerate enters it in the model's own forward."""
         weight = module._parameters.get("weight")
         if (
@@ -226,6 +233,10 @@ class Roots:
         device = weight.device.type
         under = torch.is_autocast_enabled(device)
         self.autocast_within = torch.get_autocast_dtype(device) if under else None
+        if self.autocast_within is not None:
+            ENTERED[root] = self.autocast_within
+            if isinstance(root, DistributedDataParallel):
+                ENTERED[root.module] = self.autocast_within
 
     def _end_looking_within(self) -> None:
         hook, self._within = self._within, None
