@@ -452,8 +452,11 @@ def verdict(found: dict[str, Any], model: Model) -> dict[str, Any]:
     for one in found["runs"]:
         if "s_per_unit" in one:
             rounds.setdefault(one["round"], {})[one["arm"]] = one
-    whole = [r for r in rounds.values() if set(r) == set(found["arms"])]
-    for arm in found["arms"]:
+    # An expert's form that never ran (a flag that a library refuses, say) leaves the others' rounds whole.
+    failed = {arm for arm, one in found["looks"].items() if "step_s" not in one} - {"naive", "ours"}
+    running = [arm for arm in found["arms"] if arm not in failed]
+    whole = [r for r in rounds.values() if set(r) == set(running)]
+    for arm in running:
         by_arm[arm] = [r[arm] for r in whole]
     made: dict[str, Any] = {"rounds": len(whole), "arms": {}, "ratios": {}}
     for arm, runs in by_arm.items():
@@ -472,7 +475,7 @@ def verdict(found: dict[str, Any], model: Model) -> dict[str, Any]:
     if len(whole) < FEWEST_ROUNDS or "ours" not in by_arm:
         return made
     ours = [r["s_per_unit"] for r in by_arm["ours"]]
-    for arm in found["arms"]:
+    for arm in running:
         if arm != "ours":
             theirs = [r["s_per_unit"] for r in by_arm[arm]]
             comparison = compare_runs(theirs, ours, by_arm[arm][0]["steps"])
@@ -483,6 +486,8 @@ def verdict(found: dict[str, Any], model: Model) -> dict[str, Any]:
 
 def said(found: dict[str, Any], arm: str) -> str:
     """Returns how ours compares with an arm, in words."""
+    if found["rounds"] and arm not in found["arms"]:
+        return f"no ratio to {arm}: it did not run"
     if arm not in found["ratios"]:
         return f"no ratio to {arm}: {found['rounds']} whole rounds"
     ratio = found["ratios"][arm]

@@ -7,6 +7,7 @@ do so; and what the training leaves behind is what it leaves behind without.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -33,6 +34,15 @@ from flopwise.meter.session import Session
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 VOCABULARY, LENGTH = 1100, 32
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Accelerate keeps the precision of a process in one state, and TrainingArguments (4.57) in the environment."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    yield
+    if "accelerate" in sys.modules:
+        import_module("accelerate.state").AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def needed(*names: str) -> None:
