@@ -38,8 +38,9 @@ class FusedOptimizer(Fix):
     What it does:
     Sets `fused=True` and `foreach=False` in the parameter groups of Adam, AdamW, SGD and Adagrad, as their
     constructors would, moves step counters to the parameters' device, and tells a GradScaler, where the script uses one
-    without Lightning, that the kernel unscales by itself. Switched off, flags, counters and attributes are as they were. What is saved meanwhile says what it
-    would without the fix, and a state that is loaded meanwhile is fused as well. Clipping gradients is left alone.
+    without Lightning, that the kernel unscales by itself. Switched off, flags, counters and attributes are as they
+    were. What is saved meanwhile says what it would without the fix, and a state that is loaded meanwhile is fused as
+    well. Clipping gradients is left alone.
 
     Why it helps:
     An update written op by op launches several kernels per parameter (or per list of parameters) and reads and writes
