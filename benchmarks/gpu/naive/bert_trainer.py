@@ -115,7 +115,7 @@ def main(padded=True, **flags):
                 **flags,
             ),
             data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15),
-            train_dataset=Text(config.vocab_size, longest, 16_384, padded),
+            train_dataset=Text(config.vocab_size, longest, 256 if args.tiny else 16_384, padded),
         )
         trainer.times = StepTimes(args.times)
         trainer.add_callback(Clock(trainer))

@@ -29,7 +29,7 @@ from flopwise.kit.compiler import forget, frame, tally
 from flopwise.kit.nested import map_tensors
 from flopwise.meter.kept import kept_module, kept_rng
 from flopwise.meter.parity import not_shown
-from flopwise.meter.replay import Snapshot, error_words
+from flopwise.meter.replay import Snapshot, error_words, is_replaying
 from flopwise.meter.yardstick import FLOAT32
 from flopwise.records.verdict import Parity
 
@@ -205,8 +205,7 @@ class LossOutside(Applied):
         if reason is not None:
             self._reason = reason
             return not_shown("reordered", reason)
-        with self._watch.aside():
-            return parity_alone(self, snapshot)
+        return parity_alone(self, snapshot)
 
     def _learn(self, snapshot: Snapshot) -> str | None:
         """Returns why it is not known how the loss is made, or None."""
@@ -420,7 +419,6 @@ class _Watch:
         self._reads: list[str] = []  # of the last call's logits; nothing else of them is kept
         self._read: str | None = None
         self._labelled: list[tuple[torch.Tensor, int]] = []
-        self._aside = False
 
     @property
     def done(self) -> bool:
@@ -429,7 +427,7 @@ class _Watch:
 
     def saw(self, lazy: LazyLogits, labels: torch.Tensor | None) -> None:
         """Takes the logits of a call."""
-        if self._aside:
+        if is_replaying():  # what reads them is a comparison, not the script
             lazy.source.watched = False
             return
         self.read()
@@ -450,12 +448,3 @@ class _Watch:
             return None
         places = [n for _, n in self._labelled]
         return sum(int(n) for n, _ in self._labelled) / sum(places), max(places)
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """What is read meanwhile is not the script's."""
-        self._aside = True
-        try:
-            yield
-        finally:
-            self._aside = False

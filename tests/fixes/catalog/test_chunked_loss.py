@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from flopwise.fixes import chunked_loss as chunks
+from flopwise.fixes.candidates import parity_together
 from flopwise.fixes.catalog import chunked_loss, padded_dimension
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.chunked_loss import ChunkedLoss
@@ -236,6 +237,17 @@ class TestEffect:
             fix.undo()
         assert "_compiled_call_impl" not in vars(net)
         assert type(net.head) is nn.Linear
+
+    def test_a_comparison_of_several_fixes_is_not_taken_for_the_script(self) -> None:
+        net = model()
+        fix, low = applied_to(net), Bf16Autocast().apply(scene(net))
+        snapshot = Snapshot(net, (), batch())
+        assert fix.verify(snapshot).passed
+        parity = parity_together([fix, low], snapshot)
+        assert parity.passed, parity.detail
+        for _ in range(3):
+            assert isinstance(net(**batch()).logits, LazyLogits)
+        assert fix.failure() is None
 
     def test_a_plan_needs_no_watching(self) -> None:
         net = model().eval()
