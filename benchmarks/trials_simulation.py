@@ -519,6 +519,81 @@ def beyond(runs: int) -> Iterator[Row]:
         )
 
 
+def of_processes(
+    seed: int, effect: float, own: float, pairs: int, noise: float = SPREAD, comparisons: int = 1
+) -> tuple[bool, bool, int]:
+    """Returns whether a comparison of up to 8 processes came to "faster", whether all pairs alone would have, and after how many.
+
+    Args:
+        seed: of the noise, the processes and the coin.
+        effect: log ratio of the arms.
+        own: standard deviation of what a process adds to it for all its pairs.
+        pairs: of each process.
+        noise: standard deviation of one pair.
+        comparisons: see `PairedComparison`.
+    """
+    rng = random.Random(f"processes {seed} {effect} {own} {pairs} {noise}")
+    comparison, alone = PairedComparison(comparisons=comparisons), False
+    for process in range(8):
+        comparison.start(process)
+        here = effect + rng.gauss(0, own)
+        for index in range(pairs):
+            new = math.exp(here + rng.gauss(0, noise))
+            comparison.add(Pair(index, (1.0,), (new,), bool(rng.getrandbits(1)), False))
+        faster = comparison.outcome() == "faster"
+        alone = alone or faster or (comparison.wants_processes and mean(comparison) < 0)
+        if faster:
+            return True, alone, process + 1
+    return False, alone, 8
+
+
+def mean(comparison: PairedComparison) -> float:
+    """Returns the log ratio that a comparison has found."""
+    found = comparison.comparison()
+    return 0.0 if found is None else math.log(found.ratio)
+
+
+def processes(runs: int) -> Iterator[Row]:
+    """Yields how often pairs of several processes are right, where each process has an effect of its own."""
+    section = "No effect, pairs of up to 8 processes, looked at after each"
+    for own, noise, pairs in ((0.0, 0.01, 5), (0.01, 0.01, 5), (0.03, 0.01, 5), (0.03, 0.001, 5)):
+        case = f"{pairs} pairs a process with {100 * noise:g} % noise, processes differ by {100 * own:g} %"
+        results = [of_processes(seed, 0.0, own, pairs, noise) for seed in range(runs)]
+        yield share(section, case, "false faster, both intervals", sum(r[0] for r in results), runs)
+        yield share(section, case, "if all pairs alone decided", sum(r[1] for r in results), runs)
+
+    section = (
+        "A true gain, 5 pairs a process with 1 % noise, processes differ by 1 %, one of five fixes"
+    )
+    for frac in (0.05, 0.1, 0.3):
+        effect = math.log1p(-frac)
+        results = [of_processes(seed, effect, 0.01, 5, comparisons=5) for seed in range(runs)]
+        case, n = f"{100 * frac:g} %", sum(r[0] for r in results)
+        yield share(section, case, "found in 8 processes", n, runs)
+        yield Row(section, case, "processes, median", median(r[2] for r in results), runs)
+
+
+def giving_up(runs: int) -> Iterator[Row]:
+    """Yields what it costs to give up what will not show a gain, and what it saves."""
+    section = "Giving up: 1 % noise, up to 40 pairs, one of six fixes"
+    for frac in (0.0, 0.0075, 0.01):
+        for gives_up in (False, True):
+            faster, pairs = 0, 0
+            for seed in range(runs):
+                rng = random.Random(f"giving up {frac} {seed}")
+                comparison = PairedComparison(comparisons=6)
+                for index in range(40):
+                    new = math.exp(math.log1p(-frac) + rng.gauss(0, SPREAD))
+                    comparison.add(Pair(index, (1.0,), (new,), bool(rng.getrandbits(1)), False))
+                    if comparison.decided(8, 40) or (gives_up and comparison.futile(40)):
+                        break
+                faster += comparison.outcome() == "faster"
+                pairs += comparison.pairs
+            case, how = f"{100 * frac:g} %", "giving up" if gives_up else "to the end"
+            yield share(section, case, f"found, {how}", faster, runs)
+            yield Row(section, case, f"pairs, mean, {how}", round(pairs / runs, 1), runs)
+
+
 def mean_intervals(runs: int) -> Iterator[Row]:
     """Yields how often `mean_interval` holds the true mean of autocorrelated steps."""
     section = "95 % interval of a mean step time (`mean_interval`): holds the truth"
@@ -578,6 +653,8 @@ def main() -> None:
         (designs, 300),
         (promises, 1000),
         (beyond, 300),
+        (processes, 300),
+        (giving_up, 300),
         (mean_intervals, 1000),
     ):
         rows += list(part(runs))

@@ -12,7 +12,9 @@ import struct
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -562,3 +564,25 @@ def make_export() -> Iterator[Callable[..., Export]]:
 def export(make_export: Callable[..., Export], tmp_path: Path) -> Export:
     """Returns an export of Nsight Systems to be filled."""
     return make_export(tmp_path / "export.sqlite")
+
+
+@pytest.fixture
+def waits_raise() -> Callable[[], AbstractContextManager[None]]:
+    """Returns a context in which a host that waits for the device is an error, as far as torch can tell."""
+    import torch
+
+    def switched(mode: str | int) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says each time that this is a prototype
+            torch.cuda.set_sync_debug_mode(mode)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        before = torch.cuda.get_sync_debug_mode()
+        switched("error")
+        try:
+            yield
+        finally:
+            switched(before)
+
+    return context

@@ -14,7 +14,7 @@ import pytest
 
 from flopwise import plans
 from flopwise.cli import main
-from flopwise.errors import PlanError
+from flopwise.errors import PlanError, UsageError
 from flopwise.launch.command import Job
 from flopwise.records import plan as plan_records
 from flopwise.records.plan import Plan, PlannedFix
@@ -300,7 +300,50 @@ def test_two_fixes_that_set_a_variable_differently_are_refused() -> None:
 def test_opt_ins_are_those_of_the_catalogue() -> None:
     from flopwise.fixes.registry import FIXES
 
-    assert {kind.code for kind in FIXES if kind.opt_in} == set(plans.OPT_IN)
+    assert {kind.code: kind.changes for kind in FIXES if kind.opt_in} == plans.OPT_IN
+    assert not any(kind.changes for kind in FIXES if not kind.opt_in)
     for kind in FIXES:
         assert bool(kind.environment({})) == (kind.code in plans.ENVIRONMENT), kind.code
         assert set(kind.environment({})) <= set(plans.ENVIRONMENT.get(kind.code, {}))
+
+
+OPT_INS = {"FW105": "the order of the data"}
+
+
+def test_opt_ins_are_tried_beside_the_others_when_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "OPT_IN", OPT_INS)
+    every = [code for code, _ in plans.FIXES]
+    assert plans.codes_of(None) == tuple(code for code in every if code != "FW105")
+    assert plans.codes_of(None, ["compile-model"]) == tuple(every)
+    assert plans.codes_of("fw101", ["FW105"]) == ("FW101", "FW105")
+    assert plans.codes_of("compile-model, FW101") == ("FW101", "FW105")
+
+
+@pytest.mark.parametrize(
+    ("fixes", "allow", "said"),
+    [
+        (None, "compile-modle", "--allow compile-modle: 'compile-modle' is no fix; nearest: FW105 compile-model"),
+        (None, "zzz", "--allow zzz: 'zzz' is no fix; known: FW105 compile-model. Nothing was started"),
+        (None, ",", "--allow ',' names no fix; known: FW105 compile-model. Nothing was started"),
+        (None, "FW101", "--allow FW101: FW101 loader-workers is no opt-in, and tried anyway. Opt-ins are FW105 compile-model"),
+        ("loader-worker", "FW105", "--fixes loader-worker: 'loader-worker' is no fix; nearest: FW101 loader-workers"),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_none_is_one_clear_error(
+    fixes: str | None, allow: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plans, "OPT_IN", OPT_INS)
+    with pytest.raises(UsageError) as error:
+        plans.codes_of(fixes, [allow])
+    assert said in str(error.value)
+
+
+def test_a_plan_says_what_its_opt_ins_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "OPT_IN", OPT_INS)
+    both = [FUSED, PlannedFix("FW105", "compile-model", changes=OPT_INS["FW105"])]
+    words = "FW105 compile-model was allowed, and changes more than time and rounding: the order of the data"
+    assert plans.changes(both) == [words]
+    job = Job([sys.executable, "train.py"], "train.py", None, ["train.py"])
+    text = plans.dump(plan_of(job, *both))
+    assert f"# {words}\n" in text
+    assert 'changes = "the order of the data"' in text

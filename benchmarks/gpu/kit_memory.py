@@ -36,7 +36,7 @@ SECTIONS = (
     "pointer_fixed",
 )
 #: Most seconds of one section.
-SECTION_S = 110.0
+SECTION_S = 200.0
 #: Characters kept of what a section that failed has written to stderr.
 TOLD = 2000
 

@@ -93,7 +93,8 @@ def _apply(
     options["plan"] = os.path.abspath(plan)
     options["expected"] = {"step_s": loaded.step_s, "bare_step_s": loaded.bare_step_s}
     env = {**os.environ, **plans.environment(loaded.fixes)}
-    return [f"the plan was applied by force: {difference}" for difference in differences], env
+    forced = [f"the plan was applied by force: {difference}" for difference in differences]
+    return [*forced, *plans.changes(loaded.fixes)], env
 
 
 def _finish(measurement: Measurement, json_path: str | None, html_path: str | None) -> None:

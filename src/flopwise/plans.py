@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import importlib.metadata
 import importlib.util
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flopwise.errors import PlanError
+from flopwise.errors import PlanError, UsageError
 from flopwise.hardware.host import cpu_model
 from flopwise.launch.command import Job
 from flopwise.records.plan import OLDER, SCHEMA, Plan, PlannedFix
@@ -30,6 +31,7 @@ FIXES = (
     ("FW109", "device-prefetch"),
     ("FW110", "host-settings"),
     ("FW102", "fused-optimizer"),
+    ("FW119", "late-loss-reads"),
     ("FW103", "channels-last"),
     ("FW106", "tf32-matmul"),
     ("FW104", "bf16-autocast"),
@@ -42,11 +44,21 @@ FIXES = (
     ("FW114", "cudnn-benchmark"),
     ("FW116", "allocator-settings"),
     ("FW105", "compile-model"),
+    ("FW118", "cross-batch-packing"),
     ("FW115", "cuda-graphs"),
+    ("FW120", "tuned-kernels"),
 )
 
-#: Fixes that change more than time and rounding: only tried when asked for by name. The same as in their classes.
-OPT_IN: tuple[str, ...] = ()
+#: Fixes that change more than time and rounding, and what they change: only tried when asked for by name, or allowed.
+#: The same as in their classes.
+OPT_IN: dict[str, str] = {
+    "FW118": "which sequences share a step: some wait a few steps until they fill a row; the number of optimizer steps stays, "
+    "and the sequences that wait at the end of the training (two rows at most) are not trained on",
+    "FW119": "what the script shows of its loss, not the training: values are those of the step before, except in the first step "
+    "and in the last of each epoch",
+    "FW120": "how a run begins, and whether two runs agree to the bit: where the compile cache does not hold the kernels, "
+    "minutes are spent on a search, and another search may choose others",
+}
 
 #: Fixes that are variables set before the process starts, tried in processes of their own: the variables and the values
 #: that are accepted, since a plan is untrusted input.
@@ -93,13 +105,14 @@ def load(path: Path) -> Plan:
 
 
 def dump(plan: Plan) -> str:
-    """Returns a plan as TOML with a comment that says what it is."""
+    """Returns a plan as TOML with a comment that says what it is, and what its opt-ins change."""
     import tomli_w
 
     head = (
         "# A plan of flopwise: fixes that were measured to make this script faster, with the evidence.\n"
-        "# ratio is t_new / t_old. Use it with: flopwise run --plan THIS_FILE SCRIPT ...\n\n"
+        "# ratio is t_new / t_old. Use it with: flopwise run --plan THIS_FILE SCRIPT ...\n"
     )
+    head += "".join(f"# {words}\n" for words in changes(plan.fixes)) + "\n"
     return head + tomli_w.dumps(_without_none(dataclasses.asdict(plan)))
 
 
@@ -151,6 +164,63 @@ def to_apply(plan: Plan) -> list[dict[str, Any]]:
             raise PlanError(f"the plan holds {code} twice. Edited by hand? Nothing was started")
     environment(plan.fixes)
     return [{"code": fix.code, "setting": dict(fix.setting)} for fix in plan.fixes]
+
+
+def changes(fixes: Sequence[PlannedFix | Trial]) -> list[str]:
+    """Returns what opt-ins among these fixes change beside time and rounding, one sentence each."""
+    return [
+        f"{code} {fix.name} was allowed, and changes more than time and rounding: {OPT_IN[code]}"
+        for fix in fixes
+        if (code := fix.code if isinstance(fix, PlannedFix) else fix.fix) in OPT_IN
+    ]
+
+
+def codes_of(fixes: str | None, allow: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns the codes of the fixes to try, in their order.
+
+    Args:
+        fixes: codes or names with commas between: only these; None: all that are no opt-ins.
+        allow: the same, of opt-ins that are tried beside.
+
+    Raises:
+        UsageError: a name is unknown, none is given, or a fix that is allowed needs no leave.
+    """
+    plain = [code for code, _ in FIXES if code not in OPT_IN]
+    wanted = set(plain if fixes is None else _named("--fixes", fixes))
+    for text in allow:
+        allowed = _named("--allow", text)
+        free = [f"{code} {name}" for code, name in FIXES if code in allowed and code not in OPT_IN]
+        if free:
+            raise UsageError(
+                f"--allow {text}: {', '.join(free)} is no opt-in, and tried anyway. Opt-ins are "
+                f"{', '.join(_shown(OPT_IN)) or 'none'}. Nothing was started"
+            )
+        wanted |= allowed
+    return tuple(code for code, _ in FIXES if code in wanted)
+
+
+def _named(option: str, text: str) -> set[str]:
+    """Returns the codes of the fixes that the text of an option names."""
+    codes = {word.lower(): code for code, name in FIXES for word in (code, name)}
+    words = [word.strip().lower() for word in text.split(",") if word.strip()]
+    known = OPT_IN if option == "--allow" else dict(FIXES)
+    for word in words:
+        if word not in codes:
+            near = difflib.get_close_matches(word, codes, n=3, cutoff=0.5)
+            shown = ", ".join(_shown(dict.fromkeys(codes[one] for one in near) or known))
+            kind = "nearest" if near else "known"
+            raise UsageError(
+                f"{option} {text}: {word[:40]!r} is no fix; {kind}: {shown}. Nothing was started"
+            )
+    if not words:
+        names = ", ".join(_shown(known)) or "none"
+        raise UsageError(f"{option} {text!r} names no fix; known: {names}. Nothing was started")
+    return {codes[word] for word in words}
+
+
+def _shown(codes: Iterable[str]) -> list[str]:
+    names = dict(FIXES)
+    return [f"{code} {names[code]}" for code in codes]
 
 
 def environment(fixes: Sequence[PlannedFix | Trial]) -> dict[str, str]:

@@ -51,8 +51,11 @@ def test_every_section_gives_figures_and_the_page_has_them(
     assert ours["low_frac"] <= ours["frac"] <= ours["high_frac"]
     assert set(size["step_ms"]) == set(size["host_ms"]) == {
         "float16, no scaler", "float16, DynamicScaler", "float16, GradScaler", "bfloat16",
-        "float16, no scaler again",
+        "float16, no scaler again", "float16, DynamicScaler, torch's kernels",
     }  # fmt: skip
+    assert size["torchs_kernels_cost"].keys() == ours.keys()
+    assert not size["one_kernel"]  # it is for CUDA devices
+    assert size["one_kernel_declined"] is None
     masters = sections["master_weights"]
     assert masters["equal_state_dicts_after_4_steps"]
     assert masters["memory"]["masters"]["categories"]["masters_bytes"] > 0
@@ -74,6 +77,7 @@ def test_every_section_gives_figures_and_the_page_has_them(
         "are equal to GradScaler's to the bit after 20 steps with overflows, in 12 set-ups" in text
     )
     assert "| parameters | bfloat16 step | cost of DynamicScaler |" in text
+    assert "us a step with torch's, too, " in text
     assert "**float8.** Declined there: float8 products need a CUDA device" in text
     assert "state dicts are equal to the bit after 4 steps" in text
     assert "**TF32.** Not measured: TF32 is a format of CUDA tensor cores" in text

@@ -43,15 +43,19 @@ def test_what_is_typed_is_what_is_asked(asked: list[Any], in_folder: Path) -> No
     assert a.codes == [code for code, _ in plans.FIXES if code not in plans.OPT_IN]
 
 
-def test_ten_minutes_and_no_opt_in_unless_it_is_named(
+def test_eleven_minutes_and_no_opt_in_unless_it_is_named(
     asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plans, "OPT_IN", ("FW105",))
+    monkeypatch.setattr(plans, "OPT_IN", {"FW105": "the order of the data"})
     main(["tune", "--out", "a", "train.py"])
     main(["tune", "--out", "b", "--fixes", "compile-model", "train.py"])
-    assert asked[0].state.asked.budget_s == 600
+    assert asked[0].state.asked.budget_s == 660
     assert "FW105" not in asked[0].state.asked.codes
     assert asked[1].state.asked.codes == ["FW105"]
+    main(["tune", "--out", "c", "--allow", "compile-model", "train.py"])
+    assert asked[2].state.asked.codes == [code for code, _ in plans.FIXES]
+    main(["tune", "--out", "d", "--fixes", "FW101", "--allow", "fw105", "train.py"])
+    assert asked[3].state.asked.codes == ["FW101", "FW105"]
 
 
 def test_a_dry_run_makes_no_tune(asked: list[Any]) -> None:
@@ -73,6 +77,9 @@ def test_a_dry_run_makes_no_tune(asked: list[Any]) -> None:
         ("--resume old --allow-writes x", "--allow-writes is of a new tune"),
         ("--resume old other.py", "that tune is of another command: train.py --lr 1. Leave it out"),
         ("--steps-remaining 0 train.py", "must be 1 or more"),
+        ("--nnodes 2 --nproc-per-node 8 train.py", "--nnodes=2: a tune starts its processes on one machine"),
+        ("--dry-run --nnodes 1:4 train.py", "Tune on one machine with as many ranks as it has devices"),
+        ("-- python3 -m torch.distributed.run --nnodes=2 train.py", "flopwise run --plan PLAN --nnodes ... SCRIPT"),
         ("", "nothing to run"),
     ],
 )  # fmt: skip

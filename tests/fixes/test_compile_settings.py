@@ -26,7 +26,7 @@ class TestDeadline:
         [
             (Scene(), 120.0),
             (Scene(time_left_s=600.0), 240.0),
-            (Scene(time_left_s=300.0), 150.0),
+            (Scene(time_left_s=300.0), 180.0),
             (Scene(time_left_s=600.0, steps_left=1000, step_s=0.1), 50.0),
             (Scene(steps_left=10_000, step_s=0.1), 120.0),
             (Scene(steps_left=1000), 120.0),
@@ -54,7 +54,7 @@ class TestDeadline:
         assert given_deadline_s({"deadline_s": given}, Scene()) == expected
 
     def test_without_a_setting(self) -> None:
-        assert given_deadline_s(None, Scene(time_left_s=100.0)) == 50.0
+        assert given_deadline_s(None, Scene(time_left_s=100.0)) == 60.0
 
 
 class TestSurroundings:

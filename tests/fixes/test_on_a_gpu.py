@@ -278,7 +278,8 @@ def written() -> Snapshot:
 
 def kernels(snapshot: Snapshot) -> set[str]:
     """Returns the names of the kernels of one forward and backward."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as seen:
         snapshot.module(*snapshot.args, **snapshot.kwargs).float().square().mean().backward()
         torch.cuda.synchronize()
     return {event.name for event in seen.events() or ()}
@@ -321,7 +322,7 @@ def test_written_out_attention_in_tf32_is_left_to_tensor_cores() -> None:
 
 def test_tf32_rounds_and_no_more_and_only_inside() -> None:
     snapshot = gpt()
-    here = scene(snapshot)
+    here = scene(snapshot, findings={"L104": 0.5})
     assert isinstance(Tf32Matmul().check(here), Eligible)
     applied = Tf32Matmul().apply(here)
     parity = applied.verify(snapshot)
@@ -335,7 +336,7 @@ def test_tf32_rounds_and_no_more_and_only_inside() -> None:
     applied.undo()
 
 
-def test_a_needless_mask_is_left_out_without_waiting() -> None:
+def test_a_needless_mask_is_left_out_without_waiting(waits_raise: Any) -> None:
     snapshot = written()
     mask = torch.ones(8, 256, dtype=torch.int64)
     snapshot = snapshot._replace(kwargs={"attention_mask": mask.to(CUDA)})
@@ -346,11 +347,8 @@ def test_a_needless_mask_is_left_out_without_waiting() -> None:
     applied.enable()
     model, (ids,) = snapshot.module, snapshot.args
     there = mask.pin_memory().to(CUDA, non_blocking=True)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waits_raise():
         out = model(ids, attention_mask=there)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(out, model(ids))
     padded = mask.clone()
     padded[0, 200:] = 0

@@ -160,11 +160,11 @@ def test_ranks_that_see_different_things_take_the_same_way(
         folder.mkdir()
         session: Any = SimpleNamespace(
             config=SimpleNamespace(folder=folder), roots=roots, rows=[0] * 9, live=True,
-            boundaries_known=lambda: True, device=torch.device("cpu"),
+            boundaries_known=lambda: True, device=torch.device("cpu"), plan=None,
         )  # fmt: skip
         options = {"budget_s": 3600, "per_fix_s": 60, "fixes": codes, "aa": None}
         subject = driver.Driver(session, options)
-        subject._races.ranks = Connected(rank, 2, str(tmp_path))
+        subject.races.ranks = Connected(rank, 2, str(tmp_path))
         steps, path = subject._all(), []
         next(steps)
         try:
@@ -179,7 +179,7 @@ def test_ranks_that_see_different_things_take_the_same_way(
                 steps.send(subject._of_all(row))
         except StopIteration:
             pass
-        return path, [(t.fix, t.verdict, t.reason, t.ratio) for t in subject._trials]
+        return path, [(t.fix, t.verdict, t.reason, t.ratio) for t in subject.trials]
 
     found = on_every_rank(2, work)
     assert found[0] == found[1], found

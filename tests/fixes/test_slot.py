@@ -21,6 +21,7 @@ from flopwise.fixes.slot import (
     Slot,
     forward_problem,
     inner,
+    script_compiles,
     slot_problem,
 )
 from flopwise.meter.found import compiled_parts
@@ -105,6 +106,7 @@ class TestLayers:
         assert compiled_parts(module) == 0
         slot.put(COMPILED, times(2))
         assert compiled_parts(module) == 1
+        assert compiled_parts(module, by_script=True) == 0
         with slot.bypassed():
             assert compiled_parts(module) == 0
         slot.take(COMPILED)
@@ -113,6 +115,7 @@ class TestLayers:
         assert compiled_parts(module) == 1
         slot.put(AUTOCAST, times(5))
         assert compiled_parts(module) == 1
+        assert compiled_parts(module, by_script=True) == 1
 
     def test_hooks_still_run_inside(self) -> None:
         module = one()
@@ -261,3 +264,20 @@ def test_an_early_end_of_a_recomputation_is_no_failure() -> None:
     for a, b in zip(module.parameters(), twin.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     slot.take(INPUTS)
+
+
+def test_code_that_a_fix_has_compiled_is_not_the_scripts() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    layers = Layers([model], COMPILED)
+    layers.on([lambda call: call])
+    assert Slot.of(model).compiles
+    assert not script_compiles(model)
+    layers.off()
+    model[1].compile(backend="eager")
+    assert script_compiles(model)
+    layers = Layers([model[1]], COMPILED)
+    layers.on([lambda call: call])
+    assert script_compiles(model)
+    layers.off()
+    assert script_compiles(torch.compile(nn.Linear(2, 2), backend="eager"))
+    assert not script_compiles(nn.Linear(2, 2))

@@ -164,3 +164,16 @@ class TestCopies:
     def test_they_are_detached(self) -> None:
         weight = torch.ones(3, requires_grad=True)
         assert not copies([weight * 2])[0].requires_grad
+
+
+def test_a_field_of_a_dataclass_that_is_not_set_yet_stays_unset() -> None:
+    @dataclasses.dataclass
+    class Batch:
+        x: torch.Tensor
+        late: torch.Tensor = dataclasses.field(init=False)
+
+    batch = Batch(torch.ones(2))
+    assert len(list(tensors_in(batch))) == 1
+    doubled = map_tensors(batch, lambda t: t * 2)
+    assert doubled.x.tolist() == [2, 2]
+    assert not hasattr(doubled, "late")

@@ -35,7 +35,7 @@ def test_the_report_is_this_text():
         "  FW120 fp8                 only if asked for                        -\n"
         "  FW101 loader-workers      declined                                 -  no DataLoader was seen\n\n"
         "  note        said\n"
-        "  opt-in      --fixes fp8 tries what changes more than time and rounding\n"
+        "  opt-in      --allow fp8 tries what changes more than time and rounding\n"
         "  saved       runs/1/preview.json\n"
         "  measured    2026-01-01T00:00:00Z by flopwise 0.1\n"
     )

@@ -269,3 +269,71 @@ def test_fresh_processes_are_compared_in_pairs() -> None:
     assert compare_runs([0.5, 0.55, 0.6], [1.0, 1.1, 1.2], 50).outcome == "slower"
     close = compare_runs([1.0, 1.1, 1.2], [1.001, 1.101, 1.2], 50, margin_frac=0.01)
     assert close.outcome == "no different"
+
+
+def test_an_interval_of_processes_is_wider_among_more_comparisons() -> None:
+    old, new = [1.0, 1.01, 0.99, 1.0], [0.9, 0.91, 0.9, 0.89]
+    one, many = (compare_runs(old, new, 40, comparisons=n) for n in (1, 8))
+    assert many.ci95[0] < one.ci95[0] < one.ratio == many.ratio < one.ci95[1] < many.ci95[1]
+
+
+# ---------------------------------------------------------------------- pairs of several processes
+
+
+def of_processes(ratios: list[list[float]], **options: float) -> PairedComparison:
+    result = PairedComparison(**options)  # type: ignore[arg-type]
+    for process, own in enumerate(ratios):
+        result.start(process)
+        for i, ratio in enumerate(own):
+            result.add(pair(i, 1.0, ratio, new_first=i % 3 == 0))
+    return result
+
+
+def test_pairs_of_one_process_are_judged_as_ever_however_often_it_starts() -> None:
+    ratios = noisy(0.95, 12)
+    once, again = compare(ratios), PairedComparison()
+    for i, ratio in enumerate(ratios):
+        if i == 6:
+            again.start(0)
+        again.add(pair(i, 1.0, ratio, new_first=i % 3 == 0))
+    assert seen(again).ci95 == pytest.approx(seen(once).ci95, rel=1e-3)
+    assert (again.processes, seen(again).processes) == (1, 1)
+
+
+def test_what_is_alike_within_a_process_counts_once() -> None:
+    # Each process is sure of another effect: over all pairs that looks like a gain, over processes it is none.
+    apart = [[0.90] * 8, [0.91] * 8, [1.02] * 8]
+    comparison = of_processes(apart)
+    assert seen(compare([r for own in apart for r in own])).outcome == "faster"
+    assert comparison.outcome() == "not shown"
+    assert comparison.wants_processes
+    assert seen(comparison).processes == 3
+    assert seen(comparison).ci95[0] < 0.9 < 1 < seen(comparison).ci95[1]
+
+
+def test_processes_that_agree_show_a_gain_and_so_must_all_pairs() -> None:
+    agreed = of_processes([[0.70] * 3, [0.705] * 3, [0.695] * 3])
+    assert agreed.outcome() == "faster"
+    assert seen(agreed).ratio == pytest.approx(0.7, rel=0.01)
+    few = of_processes([[0.70], [0.701], [0.699]])
+    assert few.comparison() is None
+
+
+def test_drift_is_not_followed_from_one_process_into_the_next() -> None:
+    comparison = PairedComparison()
+    for process in range(2):
+        comparison.start(process)
+        for i in range(6):
+            slow = 1.0 + process  # the second process runs at half the speed
+            comparison.add(pair(i, slow, 0.9 * slow, new_first=i % 2 == 0))
+    assert seen(comparison).ratio == pytest.approx(0.9)
+    assert seen(comparison).spread_frac == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_trial_is_given_up_that_will_not_show_a_gain() -> None:
+    assert not compare([0.98, 1.0204] * 5).futile(40)  # too few to say
+    assert compare([0.98, 1.0204] * 8).futile(40)
+    assert compare([0.9, 1.2] * 8).futile(40)
+    assert not compare(noisy(0.8, 16, 0.02)).futile(40)  # it is shown
+    assert not compare([0.96, 1.01] * 6).futile(40)  # it may yet be
+    assert not compare([0.98, 1.0204] * 20).futile(40)  # there are no more to come

@@ -100,6 +100,12 @@ def test_the_simulated_noise_is_what_it_is_said_to_be() -> None:
         assert result.comparison._effect.sequence.spread == pytest.approx(0.01, rel=0.15)
 
 
+def test_of_several_processes_each_counts_once_and_all_pairs_alone_would_be_wrong() -> None:
+    results = [simulation.of_processes(seed, 0.0, 0.03, 5, 0.001) for seed in range(RUNS)]
+    assert sum(both for both, _, _ in results) <= BAR
+    assert sum(alone for _, alone, _ in results) > BAR
+
+
 def test_the_documented_table_is_the_measured_one() -> None:
     stored = json.loads((ROOT / "benchmarks/results/trials_simulation.json").read_text("utf-8"))
     rows = [simulation.Row(**row) for row in stored]
@@ -109,5 +115,8 @@ def test_the_documented_table_is_the_measured_one() -> None:
     bar = [row for row in rows if row.measure == "false faster"]
     assert len(bar) == len(simulation.PROCESSES)
     assert all(row.value <= 0.05 for row in bar)
+    several = [row for row in rows if row.measure == "false faster, both intervals"]
+    assert len(several) == 4
+    assert all(row.value <= 0.05 for row in several)
     found = [row for row in rows if row.measure == "found"]
     assert all(row.value >= 0.9 for row in found)

@@ -20,6 +20,7 @@ from flopwise.measurement import ceilings
 from flopwise.records import ceilings as ceilings_records
 from flopwise.records import store
 from flopwise.records.ceilings import CeilingsRecord, GemmCeiling
+from flopwise.records.pool import Shares, Turn
 from flopwise.records.rank import RankRecord
 from flopwise.records.verdict import Comparison, Trial, TuneRecord
 from flopwise.tuning import state as states
@@ -42,6 +43,9 @@ class Stage:
     folder: Path
     now: float = 0.0
     trials: list[tuple[list[Trial], Comparison | None, list[str]]] = field(default_factory=list)
+    #: Pairs that trial processes leave, one list a process; one that leaves some ends before its trials are complete.
+    turns: list[list[Turn]] = field(default_factory=list)
+    handed: list[Trial] = field(default_factory=list)  # by each trial process
     left_out: set[str] = field(default_factory=set)  # fixes that a plan does not switch on
     takes_s: dict[str, float] = field(default_factory=dict)  # by the beginning of a name; else 10 s
     ends: dict[str, int] = field(default_factory=dict)  # by name: codes of what ends before a step
@@ -93,11 +97,16 @@ class Stage:
                 (folder / "goes-on-1.txt").write_text("why\n")
                 assert how["watch"]()
                 return -signal.SIGTERM
-        elif self.trials:
-            trials, aa, notes = self.trials.pop(0)
+        elif self.trials or self.turns:
+            trials, aa, notes = self.trials.pop(0) if self.trials else ([], None, [])
+            turns = self.turns.pop(0) if self.turns else None
             content = {
                 "torch": "2.13.0", "trials": [dataclasses.asdict(t) for t in trials],
                 "aa": dataclasses.asdict(aa) if aa else None, "notes": notes,
+                "status": "complete" if turns is None else "running",
+                "pools": [dataclasses.asdict(t) for t in turns or []],
+                "handed": [dataclasses.asdict(t) for t in self.handed],
+                "shares": dataclasses.asdict(Shares(step_s=0.01)), "comparisons": 3,
             }  # fmt: skip
             (folder / "trials.json").write_text(json.dumps(content))
         if name in self.cuts:

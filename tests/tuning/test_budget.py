@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flopwise.records.verdict import Trial
 from flopwise.tuning.budget import MARGIN, Budget, rounded_up
 
 
@@ -70,3 +71,35 @@ def test_what_is_not_too_small_has_room_for_a_trial_and_the_proof(
 )
 def test_a_time_is_named_as_it_is_typed(seconds: float, typed: str) -> None:
     assert rounded_up(seconds) == typed
+
+
+def slow(warmup_s: float, code: str = "FW105") -> Trial:
+    return Trial(code, "compile-model", "kept", "", warmup_s=warmup_s)
+
+
+def test_a_warm_up_is_set_aside_once_until_a_process_has_shown_what_it_takes_with_the_cache() -> (
+    None
+):
+    subject = budget(600)
+    assert subject.proof_s([slow(60.0)]) == pytest.approx(66 + 60)
+    # A process of 40 steps of 0.1 s after a start of 7 s took 17 s: 6 s are left for the warm-up.
+    run: Any = SimpleNamespace(step_s=SimpleNamespace(mean=0.1), steps=SimpleNamespace(timed=40))
+    subject.ran([slow(60.0)], 17.0, run)
+    assert subject.cached["FW105"] == pytest.approx(6.0)
+    assert subject.proof_s([slow(60.0)]) == pytest.approx(66 + 3 * 6)
+    subject.ran([slow(60.0)], 18.0, run)  # the longest counts
+    assert subject.proof_s([slow(60.0)]) == pytest.approx(66 + 3 * 7)
+
+
+def test_what_several_take_is_divided_as_it_was_without_the_cache_and_never_more_than_that() -> (
+    None
+):
+    subject = budget(600)
+    both = [slow(40.0), slow(20.0, "FW115"), Trial("FW104", "bf16-autocast", "kept", "")]
+    run: Any = SimpleNamespace(step_s=SimpleNamespace(mean=0.1), steps=SimpleNamespace(timed=40))
+    subject.ran(both, 11.0 + 9.0, run)
+    assert subject.cached == pytest.approx({"FW105": 6.0, "FW115": 3.0})
+    subject.ran(both, 500.0, run)
+    assert subject.cached == pytest.approx({"FW105": 40.0, "FW115": 20.0})
+    subject.ran([], 500.0, run)
+    assert "FW104" not in subject.cached

@@ -61,7 +61,7 @@ def test_opt_ins_are_named(
     stage: Stage, previewed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(preview, "OPT_IN", ("FW105",))
+    monkeypatch.setattr(preview, "OPT_IN", {"FW105": "data order: not the script's"})
     stage.surveys = [answer("FW101", reason="60 % waits"), answer("FW105", opt_in=True)]
     path = tmp_path / "p.json"
     code = preview.preview_command(
@@ -73,7 +73,8 @@ def test_opt_ins_are_named(
     assert re.search(r"FW101 loader-workers +would be tried", text)
     assert "60 % waits" in text
     assert re.search(r"FW105 compile-model +only if asked for", text)
-    assert "--fixes compile-model tries what changes more than time and rounding" in text
+    assert "--allow compile-model tries what changes more than time and rounding" in text
+    assert "compile-model: data order: not the script's" in text
     assert json.loads(path.read_text())["schema"] == "flopwise.tune-preview/1"
 
 

@@ -43,14 +43,14 @@ def test_it_is_asked_in_the_trial_process_and_tried_on_top_of_what_is_kept(stage
     assert first["trial"]["fixes"] == ["FW102"]
     assert first["survey"] == {"fixes": ["FW116"], "findings": first["trial"]["findings"]}
     pairs = [name for name in stage.options if name.startswith("pairs-FW116")]
-    assert len(pairs) == 6  # three an arm
+    assert len(pairs) == 12  # six an arm: there is time for so many
     assert pairs != sorted(pairs)  # in random order within a pair
     for name in pairs:
         codes = [fix["code"] for fix in stage.options[name]["apply"]]
         assert codes == (["FW102"] if name.endswith("old") else ["FW102", "FW116"])
     trial = record.trials[1]
     assert (trial.verdict, trial.predicted_ratio) == ("kept", 0.5)
-    assert trial.reason.endswith("% less time a step in 3 fresh processes an arm")
+    assert trial.reason.endswith("% less time a step in 6 fresh processes an arm")
     assert trial.ratio == pytest.approx(0.5, abs=0.02)
     assert trial.parity is not None
     assert trial.parity.passed
@@ -148,3 +148,43 @@ def test_losses_are_held_against_the_spread_of_processes_without_it(
     assert parity is not None
     assert parity.passed is passed
     assert losses_parity("identical", runs(old), [*runs(new)[:-1], dataclasses.make_dataclass("R", ["losses"])([])]) is None  # fmt: skip
+
+
+# ---------------------------------------------------------------------- handed over by a trial process
+
+HANDED = Trial("FW114", "cudnn-benchmark", "declined", "", setting={"benchmark": "True"})
+
+
+def test_what_is_handed_over_is_compared_in_processes_with_its_setting(stage: Stage) -> None:
+    stage.handed, stage.new_ms = [HANDED], {"FW114": 8.0}
+    stage.trials = [([], AA, [])]
+    record = stage.tune(codes=["FW114"])
+    pairs = [name for name in stage.options if name.startswith("pairs-FW114")]
+    assert len(pairs) == 12
+    assert stage.options["pairs-FW114-1-new"]["apply"] == [{"code": "FW114", "setting": {"benchmark": "True"}}]  # fmt: skip
+    assert "apply" not in stage.options["pairs-FW114-1-old"]
+    (trial,) = record.trials
+    assert (trial.verdict, record.kept) == ("kept", ["FW114 cudnn-benchmark"])
+
+
+def test_why_it_could_not_be_compared_in_a_running_process_is_said(stage: Stage) -> None:
+    stage.handed = [dataclasses.replace(HANDED, reason="not settled after 30 s")]
+    stage.trials, stage.new_ms = [([], AA, [])], {"FW114": 10.0}
+    (trial,) = stage.tune(codes=["FW114"]).trials
+    assert trial.verdict == "not kept"
+    assert trial.reason.endswith(
+        "in a running process it could not be compared: not settled after 30 s"
+    )
+
+
+def test_with_little_time_there_are_three_pairs_and_with_none_the_reason_is_time(
+    stage: Stage,
+) -> None:
+    stage.handed, stage.trials = [HANDED], [([], AA, [])]
+    stage.tune(codes=["FW114"], budget_s=170)
+    assert len([name for name in stage.options if name.startswith("pairs-FW114")]) == 6
+    stage.folder = stage.folder / "again"
+    stage.folder.mkdir()
+    stage.now, stage.trials = 0.0, [([], AA, [])]
+    (trial,) = stage.tune(codes=["FW114"], budget_s=140).trials
+    assert trial.reason.startswith("the time for trials was used up")

@@ -165,10 +165,10 @@ def test_a_budget_that_is_over_before_a_step_says_so(stage: Stage) -> None:
 def test_a_proof_for_which_no_time_is_left_is_not_begun(stage: Stage) -> None:
     slow = [Trial("FW101", "loader-workers", "kept", "9 % less", warmup_s=50.0), KEPT[1]]
     stage.trials = [(slow, AA, [])]
-    record = stage.tune(budget_s=150)
+    record = stage.tune(budget_s=115)
     assert record.notes == [
-        "the final proof was not run: it is reckoned to take 210 s, and 130 s of the budget of 150 s were left. "
-        "--budget 5m would do"
+        "the final proof was not run: it is reckoned to take 110 s, and 95 s of the budget of 115 s were left. "
+        "--budget 3m would do"
     ]
     assert list(stage.options) == ["baseline", "trials-1"]
     assert (record.time.proof_s, record.plan) == (0, None)
@@ -194,5 +194,6 @@ def test_the_command_lists_each_file_once(stage: Stage, capsys: pytest.CaptureFi
     assert code == 0
     text = capsys.readouterr().out
     saved = text[text.index("  saved") : text.index("  measured")]
+    saved = "".join(line.strip() for line in saved.splitlines())  # long paths are wrapped
     assert saved.count("plan.toml") == 1
     assert saved.count("tune.json") == 1

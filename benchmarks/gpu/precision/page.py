@@ -81,6 +81,15 @@ def _overhead(section: dict[str, Any]) -> Iterator[str]:
             f"{_change(size['gradscaler_cost'])} | {_change(size['no_scaler_against_bfloat16'])} | "
             f"{_change(size['against_bfloat16'])} |"
         )
+    for size in section["sizes"]:
+        if "torchs_kernels_cost" not in size:  # of an earlier run
+            continue
+        how = "one of Triton's" if size["one_kernel"] else "torch's, too"
+        yield ""
+        yield (
+            f"At {size['parameters'] / 1e6:.1f} M parameters that is {size['cost_us']:.0f} us a step with {how}, "
+            f"{size['torchs_kernels_cost_us']:.0f} us with torch's kernels, {size['gradscaler_cost_us']:.0f} us for GradScaler."
+        )
     under = [f"{n / 1e6:.1f} M" for n in section["under_limit_at_parameters"]]
     yield ""
     yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 import warnings
 from bisect import bisect_right
@@ -270,9 +271,13 @@ def _size(width: int, rounds: int, tiny: bool, deadline: float) -> dict[str, Any
     fill: Callable[[], None] | None = None
     x = batch(1, length, width)
     fill = spinning(target, made(x, torch.bfloat16))
+    scaler = DynamicScaler()
     arms = {
         "float16, no scaler": made(x, torch.float16),
-        "float16, DynamicScaler": made(x, torch.float16, DynamicScaler()),
+        "float16, DynamicScaler": made(x, torch.float16, scaler),
+        "float16, DynamicScaler, torch's kernels": made(
+            x, torch.float16, DynamicScaler(kernels="torch")
+        ),
         "float16, GradScaler": made(x, torch.float16, GradScaler(device().type, FACTOR)),
         "bfloat16": made(x, torch.bfloat16),
         "float16, no scaler again": made(x, torch.float16),
@@ -283,6 +288,10 @@ def _size(width: int, rounds: int, tiny: bool, deadline: float) -> dict[str, Any
         of = zip(times[arm], times["float16, no scaler"], times["bfloat16"], strict=True)
         return median_of([(a - b) / bf16 for a, b, bf16 in of])
 
+    def microseconds(arm: str) -> float:
+        pairs = zip(times[arm], times["float16, no scaler"], strict=True)
+        return round(statistics.median((a - b) * 1e6 for a, b in pairs), 1)
+
     host_ms = {name: round(host_seconds(arm) * 1e3, 3) for name, arm in arms.items()}
     step_ms = medians_ms(times)
     ours, null = cost("float16, DynamicScaler"), cost("float16, no scaler again")
@@ -291,8 +300,14 @@ def _size(width: int, rounds: int, tiny: bool, deadline: float) -> dict[str, Any
         "step_ms": step_ms,
         "host_ms": host_ms,
         "device_bound": all(host_ms[name] < 0.8 * step_ms[name] for name in arms),
+        "one_kernel": scaler._one_pass.used,
+        "one_kernel_declined": scaler._one_pass.declined,
         "cost": ours,
+        "cost_us": microseconds("float16, DynamicScaler"),
+        "torchs_kernels_cost": cost("float16, DynamicScaler, torch's kernels"),
+        "torchs_kernels_cost_us": microseconds("float16, DynamicScaler, torch's kernels"),
         "gradscaler_cost": cost("float16, GradScaler"),
+        "gradscaler_cost_us": microseconds("float16, GradScaler"),
         "same_twice": null,
         "resolved": max(-null["low_frac"], null["high_frac"]) < LIMIT / 2,
         "against_bfloat16": change(times, "float16, DynamicScaler", "bfloat16"),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from flopwise.tuning.state import Asked
 
 #: Time for everything, unless told otherwise.
-BUDGET_S = 600.0
+BUDGET_S = 660.0
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,10 +35,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--json", metavar="PATH", help="write the tune record there, too")
     parser.add_argument("--fixes", metavar="A,B", help="try only these, by code or name")
     parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="A,B",
+        help="try these opt-ins beside the others, by code or name (may be given several times): fixes that change more "
+        "than time and rounding, such as the order of the data. --dry-run lists them; the plan and the report say "
+        "what they change",
+    )
+    parser.add_argument(
         "--budget",
         type=_seconds,
         metavar="T",
-        help="time for everything, the final proof included, e.g. 10m (default): the proof is "
+        help="time for everything, the final proof included, e.g. 11m (default): the proof is "
         "reckoned with first, and trials get the rest",
     )
     parser.add_argument(
@@ -130,18 +139,28 @@ def _asked(arguments: argparse.Namespace) -> Asked:
     """Returns what was asked for.
 
     Raises:
-        UsageError: nothing to run, or it cannot be found.
+        UsageError: nothing to run, it cannot be found, or it spans several machines.
     """
+    from flopwise.launch.machines import several
+    from flopwise.plans import codes_of
     from flopwise.tuning.state import Asked
 
     job = job_of(arguments)
+    machines = several(job)
+    if machines is not None:
+        raise UsageError(
+            f"{machines}: a tune starts its processes on one machine, and fixes must be switched at the same step on all of "
+            "them. Nothing was started. Tune on one machine with as many ranks as it has devices (--nproc-per-node N, without "
+            "the options for several), then start the whole job with the plan: flopwise run --plan PLAN --nnodes ... SCRIPT. "
+            "flopwise run measures on several machines as ever"
+        )
     return Asked(
         command=arguments.typed,
         argv=job.argv,
         script=job.script,
         file=job.file,
         typed=job.typed,
-        codes=list(_codes(arguments.fixes)),
+        codes=list(codes_of(arguments.fixes, arguments.allow)),
         budget_s=BUDGET_S if arguments.budget is None else arguments.budget,
         per_fix_s=arguments.per_fix,
         processes=arguments.processes,
@@ -161,7 +180,16 @@ def _resumed(arguments: argparse.Namespace) -> Tuning:
     """
     from flopwise import tuning
 
-    for option in ("out", "fixes", "steps_remaining", "dry_run", "baseline", "allow_writes"):
+    of_a_new_one = (
+        "out",
+        "fixes",
+        "allow",
+        "steps_remaining",
+        "dry_run",
+        "baseline",
+        "allow_writes",
+    )
+    for option in of_a_new_one:
         if getattr(arguments, option):
             name = option.replace("_", "-")
             raise UsageError(f"--{name} is of a new tune: --resume goes on as it was begun")
@@ -177,19 +205,6 @@ def _resumed(arguments: argparse.Namespace) -> Tuning:
             f"that tune is of another command: {was}. Leave it out, or start a new tune. Nothing was started"
         )
     return tune
-
-
-def _codes(text: str | None) -> tuple[str, ...]:
-    from flopwise.plans import FIXES, OPT_IN
-
-    if text is None:
-        return tuple(code for code, _ in FIXES if code not in OPT_IN)
-    wanted = {word.strip().lower() for word in text.split(",") if word.strip()}
-    known = {word.lower() for pair in FIXES for word in pair}
-    if not wanted or wanted - known:
-        names = ", ".join(f"{code} {name}" for code, name in FIXES)
-        raise UsageError(f"--fixes {text}: known are {names}")
-    return tuple(code for code, name in FIXES if {code.lower(), name.lower()} & wanted)
 
 
 def _seconds(text: str) -> float:

@@ -11,8 +11,9 @@ import torch
 from flopwise.fixes import canary
 from flopwise.fixes.interface import Applied, Declined, Facts, Fix, Scene, StartUp
 from flopwise.fixes.registry import FIXES
+from flopwise.fixes.slot import script_compiles
 from flopwise.meter import finish
-from flopwise.meter.found import compiled_parts, compiles_own_code
+from flopwise.meter.found import compiles_own_code
 from flopwise.meter.rows import Row
 from flopwise.meter.session import Session
 
@@ -22,7 +23,7 @@ def facts_of(session: Session, autocast: torch.dtype | None) -> Facts:
     return Facts(
         autocast=autocast is not None or session.roots.autocast_within is not None,
         grad_scaler=session.uses_scaler,
-        compiles=compiles_own_code() or any(compiled_parts(root) for root in session.roots.found),
+        compiles=compiles_own_code() or any(script_compiles(root) for root in session.roots.found),
     )
 
 
@@ -118,6 +119,11 @@ class Plan:
                 events_per_step=len(self._session.boundaries.cycle) or 1,
                 alone=finish.identity()[1] == 1,
             )
+
+    def compile_s(self) -> dict[str, float]:
+        """Returns what compiling has taken in this run, by fix: little, where the cache had it."""
+        on = [(one.code, one.applied) for one in self._on if one.applied is not None]
+        return {code: applied.compile_s for code, applied in on if applied.compile_s}
 
     def _switch_on(self, fix: Fix) -> str | None:
         """Returns why a fix is not on, None if it is."""

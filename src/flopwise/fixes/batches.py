@@ -19,8 +19,8 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-#: Ranks, inner to outer: who fetches a batch, and who sends it to the device.
-FETCHED, MOVED = 1, 2
+#: Ranks, inner to outer: who fetches a batch, who sends it to the device, and who sees it handed out.
+FETCHED, MOVED, SEEN = 1, 2, 9
 
 _KINDS: tuple[Any, ...] = (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
 _NAME = "_next_data"

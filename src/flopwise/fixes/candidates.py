@@ -23,6 +23,13 @@ class Candidate:
     parity: Parity | None = None
     predicted_gain_frac: float | None = None  # 1 - t_new / t_old
     kept: bool = False
+    out: bool = False  # it gained nothing, and stays off
+    warmup_s: float = 0.0  # of this process so far
+
+
+def promise(candidate: Candidate) -> float:
+    """Returns by what fixes are ordered: the gain that was predicted, 0 where none was."""
+    return candidate.predicted_gain_frac or 0.0
 
 
 def clashes(one: Fix, other: Fix) -> bool:
@@ -98,3 +105,36 @@ def parity_together(applied: Sequence[Applied], snapshot: Snapshot) -> Parity:
         )
     finally:
         on()
+
+
+class Together(Applied):
+    """Several fixes as one: all on, or all off."""
+
+    def __init__(self, tried: Sequence[Candidate]) -> None:
+        self.setting = {}
+        self._all = [candidate.applied for candidate in tried]
+
+    def enable(self) -> None:
+        for applied in self._all:
+            applied.enable()
+
+    def disable(self) -> None:
+        for applied in reversed(self._all):
+            applied.disable()
+
+    def undo(self) -> None:
+        for applied in reversed(self._all):
+            applied.undo()
+
+    def verify(self, snapshot: Snapshot) -> Parity:
+        """Compares outputs, loss and gradients with all of them on; leaves them off."""
+        try:
+            return parity_together(self._all, snapshot)
+        finally:
+            self.disable()
+
+    def settled(self) -> bool:
+        return all(applied.settled() for applied in self._all)
+
+    def failure(self) -> str | None:
+        return next((reason for a in self._all if (reason := a.failure()) is not None), None)

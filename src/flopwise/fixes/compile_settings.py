@@ -12,7 +12,7 @@ from flopwise.kit.compiler import stop_compile_workers
 #: compilations of large convolutional nets take two minutes and more.
 DEADLINE_S, LONGEST_DEADLINE_S = 120.0, 240.0
 #: Of the time that is left for trials a compilation may take this share.
-TIME_FRAC = 0.5
+TIME_FRAC = 0.6
 #: No more is expected of compiled code than that it saves this share of a step.
 MOST_GAIN_FRAC = 0.5
 #: A compilation that has to be done sooner is not begun: it would not be paid back in the steps that are left.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import types
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from flopwise.fixes.attention.fusing import AttentionBackend
 from flopwise.fixes.interface import Applied
 from flopwise.fixes.slot import (
     COMPILED,
-    GRAPHED,
+    COMPILES,
     INPUTS,
     Call,
     Layers,
@@ -54,6 +55,8 @@ BLOCKS_FRAC = 0.5
 BACKEND: Callable[..., Any] | None = None
 
 _NOTHING: Any = object()
+#: Those of this process, so that a fix that changes what they are called with can have them made ready.
+_LIVE: weakref.WeakSet[Compiling] = weakref.WeakSet()
 
 
 class Compiling(Applied):
@@ -82,6 +85,7 @@ class Compiling(Applied):
         self.rehearsing = False
         self._whole_reason = ""
         self.setting = {"mode": mode, "parts": "whole", "deadline_s": f"{deadline_s:.0f}"}
+        _LIVE.add(self)
         blocks = _blocks_of(self._roots) if blocks_first and blocks_allowed else []
         self._take_up(blocks or self._roots, "blocks" if blocks else "whole")
 
@@ -97,6 +101,11 @@ class Compiling(Applied):
         self._parts = [Part(module, self, codes) for module in modules]
 
     # ------------------------------------------------------------------ on and off
+
+    @property
+    def is_on(self) -> bool:
+        """Whether calls go to compiled code."""
+        return self._layers.is_on
 
     def enable(self) -> None:
         if self.failure() is None:
@@ -300,8 +309,9 @@ class Part:
 
     @property
     def is_covered(self) -> bool:
-        """Whether graphs of another fix stand in front of this layer, which is not called then."""
-        return GRAPHED in Slot.of(self._module).composition and self._owner.rank < GRAPHED
+        """Whether compiled code of another fix stands in front of this layer, which is not called then."""
+        own = self._owner.rank
+        return any(rank in COMPILES and rank > own for rank in Slot.of(self._module).composition)
 
     @property
     def odd_frac(self) -> float:
@@ -434,6 +444,29 @@ class Part:
         self._frames.clear()
         self._functions.clear()
         self._any_size = None
+
+
+def rehearse_beside(snapshot: Snapshot, limit_s: float) -> str | None:
+    """Has code that is compiled by other fixes made ready for the calls of this moment; returns what went wrong.
+
+    What goes wrong here is not held against those fixes: without the calls of this moment they are as they were.
+
+    Args:
+        limit_s: that compiling may take.
+    """
+    for owner in list(_LIVE):
+        if owner.given_up() or not owner.is_on:
+            continue
+        before = owner._limit_s
+        owner._limit_s = max(before, owner.compile_s + limit_s)
+        try:
+            reason = owner.rehearse(snapshot)
+        finally:
+            owner._limit_s = before
+        if reason is not None:
+            owner._reason = None
+            return reason
+    return None
 
 
 def kind_of(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Hashable:

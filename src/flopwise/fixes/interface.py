@@ -169,8 +169,12 @@ class Fix(ABC):
     findings: ClassVar[tuple[str, ...]] = ()
     #: Only when asked for by name: it changes more than time and rounding (see "What can change").
     opt_in: ClassVar[bool] = False
+    #: Of an opt-in: what else it changes, in one sentence for plan and reports.
+    changes: ClassVar[str] = ""
     #: Tried on top of all that was kept, and not together with the others: it compiles what it finds.
     late: ClassVar[bool] = False
+    #: What it changes shows from the start of a process only: it is verified in a running one, and compared in fresh ones.
+    in_processes: ClassVar[bool] = False
     #: Codes of fixes that must not be on together with it; of two, the one that gains more alone stays.
     conflicts: ClassVar[tuple[str, ...]] = ()
 
@@ -193,6 +197,11 @@ class Fix(ABC):
             ValueError: the setting is not one of this fix.
         """
         return None
+
+    @classmethod
+    def starts(cls) -> bool:
+        """Returns whether a plan can put it in before the script builds anything."""
+        return cls.at_start.__func__ is not Fix.at_start.__func__  # type: ignore[attr-defined]
 
     @classmethod
     def environment(cls, setting: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -21,10 +21,12 @@ from flopwise.meter.found import frames_compiled
 from flopwise.meter.rows import COMPILED, COUNTED, EPOCH, EVALUATION, SAVE, Row
 from flopwise.meter.session import Session
 from flopwise.records.verdict import Comparison
-from flopwise.trials.compare import PairedComparison, withhold
+from flopwise.trials.compare import FUTILE_PAIRS, PairedComparison, withhold
 from flopwise.trials.schedule import (
+    FEWEST_BLOCK_STEPS,
     MIN_PAIRS,
     PLANNING_STEPS,
+    SHORTEST_BLOCK_S,
     WASHOUT_STEPS,
     BlockPlan,
     Pair,
@@ -42,6 +44,8 @@ PLANNING_S = 6.0
 #: Steps a fix may take to settle after it was first switched on.
 SETTLING_STEPS = 60
 SETTLED_STEPS = 4  # that many must pass in which nothing was compiled
+#: Where blocks had not settled after the wash-out, they are compared once more with one so many times as long.
+LONGER_WASHOUT = 4
 
 Steps = Generator[None, Row, Any]
 
@@ -54,6 +58,7 @@ class Result:
     reason: str
     comparison: Comparison | None = None
     warmup_s: float | None = None
+    incomparable: bool = False  # in a running process, though there was time
 
 
 @dataclass
@@ -74,6 +79,9 @@ class Races:
     seed: int = 0
     control: Comparison | None = None  # the A/A control
     ranks: Ranks = field(default_factory=Ranks)
+    #: Is given each pair, and how long its comparison has lasted.
+    taken: Callable[[Pair, float], None] | None = None
+    share_s: float = float("inf")  # what one fix may take of the time that several must do with
     #: The clock as all ranks had it at the last step end; one rank alone looks at its own.
     now: float | None = None
 
@@ -84,37 +92,67 @@ class Races:
             rows: steady steps without it, with the length of their step in `end_ns`.
         """
         applied = candidate.applied
-        compiled_s, started = self._compile_s(applied), self.clock()
+        compiled_s, started = self.compile_s(applied), self.clock()
         applied.enable()
         steps_s: list[float] = []
         trouble = yield from self._settle(applied, steps_s)
         without_s = sum(row.end_ns for row in rows) / len(rows) * 1e-9
         if trouble:
-            return Result("declined", trouble + seen_steps(steps_s[-1:], without_s))
+            words = trouble + seen_steps(steps_s[-1:], without_s)
+            return Result("declined", words, incomparable=not self.over())
         with_s = median(steps_s[-SETTLED_STEPS:])
         settling_s = self.clock() - started - (len(steps_s) + 1) * with_s
         warmup_s = compiled_s + max(0.0, settling_s)
         applied.disable()
         plan = self.blocks(rows, slower=with_s / without_s)
+        pair_s = (plan.block_steps + plan.washout_steps) * (without_s + with_s)
+        seen = seen_steps(steps_s[-SETTLED_STEPS:], without_s)
+        return (yield from self.decide(plan, applied, warmup_s, pair_s, seen))
+
+    def decide(
+        self, plan: BlockPlan, applied: Applied, warmup_s: float, pair_s: float, seen: str = ""
+    ) -> Generator[None, Row, Result]:
+        """Compares until there is a verdict; the fix is off afterwards.
+
+        Where blocks had not settled, they are compared once more after a longer wash-out. That costs no error probability:
+        it is done only where the first interval excluded 1, which has its own already.
+
+        Args:
+            warmup_s: of the fix.
+            pair_s: what a pair is reckoned to take.
+            seen: how long steps were seen to take, in words.
+        """
+        started = self.clock()
         comparison = PairedComparison(comparisons=self.comparisons)
         compared_s = yield from self.compare(plan, comparison, applied)
+        if self.ranks.all(comparison.unsettled and applied.failure() is None):
+            longer = replace(plan, washout_steps=LONGER_WASHOUT * plan.washout_steps)
+            again = PairedComparison(comparisons=self.comparisons)
+            longer_s = pair_s * (1 + longer.washout_steps / plan.block_steps)
+            if fewest_pairs(again.alpha) * longer_s < self.limit_s(started) - self.clock():
+                compared_s = yield from self.compare(longer, again, applied, started=started)
+                comparison = again if again.comparison() is not None else comparison
         found = comparison.comparison()
         if found is not None and self.control is not None:
             found = withhold(found, self.control)
         trouble = self.ranks.first(applied.failure())
         if found is None and not trouble:
-            pair_s = (plan.block_steps + plan.washout_steps) * (without_s + with_s)
             trouble = too_few_pairs(
                 comparison.pairs,
                 fewest_pairs(comparison.alpha),
                 compared_s / comparison.pairs if comparison.pairs else pair_s,
                 self.per_fix_s if not self.over() else None,
-                seen_steps(steps_s[-SETTLED_STEPS:], without_s),
+                seen,
             )
         if found is None or trouble:
-            return Result("declined", str(trouble), found)
+            apart = found is None and not self.over()
+            return Result("declined", str(trouble), found, incomparable=apart)
         verdict = "kept" if found.outcome == "faster" else "not kept"
         return Result(verdict, verdict_reason(found, warmup_s), found, warmup_s)
+
+    def limit_s(self, started: float) -> float:
+        """Returns when a comparison must be over that began then, on the clock."""
+        return min(self.deadline, started + self.per_fix_s, started + self.share_s)
 
     def aa(self, rows: list[Row]) -> Generator[None, Row, Comparison | None]:
         """Compares the script with itself: what the machinery calls a difference where there is none."""
@@ -123,19 +161,29 @@ class Races:
         return comparison.control()
 
     def compare(
-        self, plan: BlockPlan, comparison: PairedComparison, applied: Applied | None
+        self,
+        plan: BlockPlan,
+        comparison: PairedComparison,
+        applied: Applied | None,
+        *,
+        pairs: int | None = None,
+        started: float | None = None,
     ) -> Generator[None, Row, float]:
         """Switches in blocks until the comparison decides or the time is over; returns the seconds that took.
 
         Without a fix it is an A/A control.
+
+        Args:
+            pairs: so many and no verdict: they are judged together with those of other processes.
+            started: when the time of this comparison began; None: now.
         """
         self.seed += 1
         every = 1 if applied is None else 0
         schedule = Schedule(self.seed, plan.block_steps, plan.washout_steps, every)
+        deadline = self.limit_s(self.clock() if started is None else started)
         started = self.clock()
-        deadline = min(self.deadline, started + self.per_fix_s)
-        if applied is not None and schedule.arm == "new":
-            applied.enable()
+        if applied is not None:
+            (applied.enable if schedule.arm == "new" else applied.disable)()
         waiting: deque[tuple[Row, Row]] = deque()
         before = yield
         while True:
@@ -147,18 +195,33 @@ class Races:
             for _ in range(passed):
                 pair = schedule.feed(_seconds(*waiting.popleft()))
                 if pair is not None:
-                    comparison.add(self._of_all(pair))
+                    pair = self._of_all(pair)
+                    comparison.add(pair)
+                    if self.taken is not None:
+                        self.taken(pair, self.clock() - started)
             if toggle is not None and applied is not None:
                 (applied.enable if toggle == "new" else applied.disable)()
             if applied is None:
-                done = comparison.control_pairs >= MIN_PAIRS
+                done = comparison.control_pairs >= (pairs or MIN_PAIRS)
+            elif pairs is not None:
+                done = comparison.pairs >= pairs or failed
             else:
-                done = comparison.decided(MIN_PAIRS, MAX_PAIRS) or failed
+                done = failed or self._enough(comparison, started, deadline)
             if done or self.clock() > deadline:
                 break
         if applied is not None:
             applied.disable()
         return self.clock() - started
+
+    def _enough(self, comparison: PairedComparison, started: float, deadline: float) -> bool:
+        """Returns whether there is a verdict, or more pairs would bring none."""
+        if comparison.decided(MIN_PAIRS, MAX_PAIRS):
+            return True
+        n, now = comparison.pairs, self.clock()
+        if n < FUTILE_PAIRS:
+            return False
+        fit = int(n * (deadline - started) / max(now - started, 1e-9))
+        return comparison.unsettled or comparison.futile(min(MAX_PAIRS, fit))
 
     def _seen(
         self, waiting: Sequence[tuple[Row, Row]], applied: Applied | None
@@ -183,7 +246,8 @@ class Races:
         times = self.ranks.mean([*pair.old, *pair.new])
         return replace(pair, old=tuple(times[: len(pair.old)]), new=tuple(times[len(pair.old) :]))
 
-    def _compile_s(self, applied: Applied) -> float:
+    def compile_s(self, applied: Applied) -> float:
+        """Returns what compiling has taken so far, on the slowest rank."""
         return max(values[0] for values in self.ranks.gather([applied.compile_s]))
 
     def clock(self) -> float:
@@ -282,6 +346,12 @@ class Races:
             if quiet > SETTLED_STEPS:  # one more: of the first only the end was seen
                 return None
         return f"not settled after {SETTLING_STEPS} steps"
+
+    def least_s(self, rows: list[Row]) -> tuple[float, float]:
+        """Returns what a pair of the shortest blocks takes, and what a comparison takes besides its pairs."""
+        step_s = sum(row.end_ns for row in rows) / len(rows) * 1e-9 if rows else 0.0
+        block = max(FEWEST_BLOCK_STEPS, SHORTEST_BLOCK_S / max(step_s, 1e-9))
+        return 2 * (block + WASHOUT_STEPS) * step_s, min(PLANNING_S, PLANNING_STEPS * step_s) + 3 * SETTLED_STEPS * step_s  # fmt: skip
 
     def blocks(self, rows: list[Row], slower: float = 1.0) -> BlockPlan:
         """Returns how long blocks should be; `rows` carry the length of their step in `end_ns`.

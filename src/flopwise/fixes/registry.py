@@ -7,17 +7,20 @@ from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
 from flopwise.fixes.catalog.chunked_loss import ChunkedLoss
 from flopwise.fixes.catalog.compile_model import CompileModel
+from flopwise.fixes.catalog.cross_batch_packing import CrossBatchPacking
 from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
 from flopwise.fixes.catalog.cudnn_benchmark import CudnnBenchmark
 from flopwise.fixes.catalog.device_prefetch import DevicePrefetch
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
 from flopwise.fixes.catalog.host_settings import HostSettings
 from flopwise.fixes.catalog.labelled_logits import LabelledLogits
+from flopwise.fixes.catalog.late_loss_reads import LateLossReads
 from flopwise.fixes.catalog.loader_workers import LoaderWorkers
 from flopwise.fixes.catalog.needless_mask import NeedlessMask
 from flopwise.fixes.catalog.padded_dimension import PaddedDimension
 from flopwise.fixes.catalog.recompute_off import RecomputeOff
 from flopwise.fixes.catalog.tf32_matmul import Tf32Matmul
+from flopwise.fixes.catalog.tuned_kernels import TunedKernels
 from flopwise.fixes.catalog.unpadded_batches import UnpaddedBatches
 from flopwise.fixes.interface import HEADINGS, Fix
 
@@ -26,6 +29,7 @@ FIXES: tuple[type[Fix], ...] = (
     DevicePrefetch,
     HostSettings,
     FusedOptimizer,
+    LateLossReads,
     ChannelsLast,
     Tf32Matmul,
     Bf16Autocast,
@@ -38,7 +42,9 @@ FIXES: tuple[type[Fix], ...] = (
     CudnnBenchmark,
     AllocatorSettings,
     CompileModel,
+    CrossBatchPacking,
     CudaGraphs,
+    TunedKernels,
 )
 
 _INTRODUCTION = """\
@@ -52,6 +58,9 @@ Numerics classes: *identical* means equal to the bit. *Reordered* means the same
 error against a float64 reference stays within what the script already had, or within what one rounding of the
 arithmetic in use makes of this very step. *Lossy* gives up more than rounding; no such fix is here yet.
 
+Fixes marked *opt-in* change more than time and rounding, the order of the data, say. They are tried only when `--allow FIX` or `--fixes FIX`
+names them; the plan, the report and each run with the plan say what they change.
+
 | code | fix | treats | numerics |
 |---|---|---|---|
 """
@@ -60,7 +69,8 @@ arithmetic in use makes of this very step. *Lossy* gives up more than rounding; 
 def page() -> str:
     """Returns docs/fixes.md."""
     rows = "".join(
-        f"| {f.code} | [{f.name}](#{f.code.lower()}-{f.name}) | {', '.join(f.causes)} | {f.numerics} |\n"
+        f"| {f.code} | [{f.name}](#{f.code.lower()}-{f.name}) | {', '.join(f.causes)} | "
+        f"{f.numerics}{', opt-in' if f.opt_in else ''} |\n"
         for f in FIXES
     )
     return _INTRODUCTION + rows + "".join(_chapter(fix) for fix in FIXES)
@@ -69,4 +79,5 @@ def page() -> str:
 def _chapter(fix: type[Fix]) -> str:
     sections = fix.sections()
     body = "".join(f"\n**{title}.** {sections[title]}\n" for title in HEADINGS)
-    return f"\n## {fix.code} {fix.name}\n\n{sections['']}\n{body}"
+    changes = f"\n**Opt-in.** It changes {fix.changes}.\n" if fix.opt_in else ""
+    return f"\n## {fix.code} {fix.name}\n\n{sections['']}\n{changes}{body}"

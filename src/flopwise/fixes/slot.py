@@ -18,14 +18,30 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flopwise.fixes.interface import Scene, share_reason
+from flopwise.meter.found import compiled_parts
 from flopwise.meter.replay import error_words
 
 Call = Callable[..., Any]
 
-#: Ranks, inner to outer. Captured graphs of compiled code stand in front of compiled code alone.
-COMPILED, GRAPHED, RECOMPUTE, INPUTS, LOGITS, AUTOCAST, TF32, MASKS = 10, 15, 17, 20, 25, 30, 40, 50
+#: Ranks, inner to outer. Of layers with compiled code the outermost runs: tuned code stands in front of compiled code alone, and
+#: captured graphs in front of both.
+COMPILED, AUTOTUNED, GRAPHED, RECOMPUTE, INPUTS, LOGITS, AUTOCAST, TF32, MASKS = (
+    10,
+    12,
+    15,
+    17,
+    20,
+    25,
+    30,
+    40,
+    50,
+)
+#: Those with compiled code.
+COMPILES = (COMPILED, AUTOTUNED, GRAPHED)
 #: Outside of all: it makes another call, and restores the outputs that the others have made of it.
 UNPADDED = 90
+#: Outside of that: it gives it the sequences of several batches.
+REGROUPED = 95
 #: Below this share of forward and backward in a step no trial could show a gain of theirs.
 LEAST_COMPUTE_FRAC = 0.05
 
@@ -95,12 +111,15 @@ class Slot:
         return tuple(sorted(self._layers))
 
     @property
+    def found_compiled(self) -> bool:
+        """Whether the script has compiled the module in place itself."""
+        return self._found is not _ABSENT and self._found is not None
+
+    @property
     def compiles(self) -> bool:
         """Whether a call would run compiled code: the script's own, or that of a layer."""
-        if self._found is not _ABSENT and self._found is not None:
-            return True
-        own = COMPILED in self._layers or GRAPHED in self._layers
-        return own and self._stack is not None
+        own = any(rank in self._layers for rank in COMPILES)
+        return self.found_compiled or (own and self._stack is not None)
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -248,6 +267,11 @@ def inner(module: nn.Module) -> nn.Module:
     while isinstance(module, DistributedDataParallel):
         module = module.module
     return module
+
+
+def script_compiles(root: nn.Module) -> bool:
+    """Returns whether any part of a module is compiled by the script itself, and not by a fix."""
+    return compiled_parts(root, by_script=True) > 0
 
 
 def slot_problem(module: nn.Module) -> str | None:

@@ -17,7 +17,7 @@ class NotRebuiltError(TypeError):
     """A container type whose constructor does not take its parts."""
 
 
-def tensors_in(tree: Any, kind: type = torch.Tensor) -> Iterator[Any]:
+def tensors_in(tree: Any, kind: type | tuple[type, ...] = torch.Tensor) -> Iterator[Any]:
     """Yields every tensor (or leaf of another kind) in nested lists, tuples, mappings and dataclasses."""
     if isinstance(tree, kind):
         yield tree
@@ -31,7 +31,7 @@ def tensors_in(tree: Any, kind: type = torch.Tensor) -> Iterator[Any]:
                 yield from tensors_in(value, kind)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
-            yield from tensors_in(getattr(tree, field.name), kind)
+            yield from tensors_in(getattr(tree, field.name, None), kind)  # it may be unset yet
 
 
 def map_tensors(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tensor) -> Any:
@@ -48,7 +48,8 @@ def map_tensors(tree: Any, change: Callable[[Any], Any], kind: type = torch.Tens
             return tree
         return _made(tree, lambda: _with_parts(tree, items))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        old = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree)}
+        names = (f.name for f in dataclasses.fields(tree))
+        old = {name: getattr(tree, name) for name in names if hasattr(tree, name)}
         changed = {n: new for n, v in old.items() if (new := map_tensors(v, change, kind)) is not v}
         if not changed:
             return tree

@@ -69,21 +69,26 @@ def is_optimized_module(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def compiled_parts(module: nn.Module) -> int:
+def compiled_parts(module: nn.Module, by_script: bool = False) -> int:
     """Returns how many modules in the tree of `module` are compiled, by wrapper or in place.
 
-    A fix's layers sit in the same place as in-place compiled code; their owner says by `compiles` what they are.
+    A fix's layers sit in the same place as in-place compiled code; their owner says what they are: by `compiles` whether
+    a call runs compiled code, by `found_compiled` whether it did before any fix.
+
+    Args:
+        by_script: whether what fixes have compiled is left out.
     """
+    said = "found_compiled" if by_script else "compiles"
     return sum(
-        is_optimized_module(m) or _is_compiled_call(getattr(m, "_compiled_call_impl", None))
+        is_optimized_module(m) or _is_compiled_call(getattr(m, "_compiled_call_impl", None), said)
         for m in module.modules()
     )
 
 
-def _is_compiled_call(call: Any) -> bool:
+def _is_compiled_call(call: Any, said: str) -> bool:
     while type(call).__name__ == "Watch":  # the meter's own, around whatever stood there
         call = call.compiled
-    return call is not None and bool(getattr(getattr(call, "__self__", None), "compiles", True))
+    return call is not None and bool(getattr(getattr(call, "__self__", None), said, True))
 
 
 def frames_compiled() -> int:

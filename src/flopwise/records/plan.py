@@ -21,6 +21,7 @@ class PlannedFix:
     #: Variables that the process starts with; only those that `plans.ENVIRONMENT` names are accepted.
     environment: dict[str, str] = field(default_factory=dict)
     warmup_s: float | None = None  # from switching it on to steady steps, compilation included
+    changes: str | None = None  # of an opt-in: what it changes beside time and rounding
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class Prospect:
     findings: list[str]  # of the script as it is that it cures: "CODE cause"
     opt_in: bool
     in_processes: bool  # tried in pairs of fresh processes, and not in a running one
+    changes: str = ""  # of an opt-in: what it changes beside time and rounding
 
 
 @dataclass(frozen=True)

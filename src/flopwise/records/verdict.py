@@ -27,6 +27,7 @@ class Comparison:
     spread_frac: float  # standard deviation of the log ratio of one pair
     minimum_detectable_frac: float  # smallest gain that as many pairs would show (80 % power)
     note: str | None = None
+    processes: int = 1  # that the pairs are from; of pairs of processes: 1
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ class Trial:
     environment: dict[str, str] = field(
         default_factory=dict
     )  # variables that the process starts with
+    changes: str = ""  # of an opt-in: what it changes beside time and rounding
+    #: `warmup_s` in a later process of the tune, which found in the cache what was compiled; None: no process has shown it.
+    warmup_cached_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ class BreakEven:
     saved_s: float  # a step
     steps: float  # after which the warm-up has paid
     steps_remaining: int | None  # that the user said the job still has
+    cached_s: float | None = None  # `warmup_s` where the compile cache has what was compiled
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,11 @@ def draw(screen: Screen, record: Preview, saved: Sequence[str]) -> None:
         screen.flow("note", [note])
     opt_in = [fix.name for fix in record.fixes if fix.outcome == "only if asked for"]
     if opt_in:
-        words = f"--fixes {','.join(opt_in)} tries what changes more than time and rounding"
+        words = f"--allow {','.join(opt_in)} tries what changes more than time and rounding"
         screen.flow("opt-in", [words])
+    for fix in record.fixes:
+        if fix.changes and fix.outcome in ("would be tried", "only if asked for"):
+            screen.flow("", [f"{fix.name}: {fix.changes}"])
     screen.flow("saved", saved)
     screen.flow("measured", [f"{record.created} by flopwise {record.flopwise}"])
 

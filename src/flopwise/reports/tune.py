@@ -34,6 +34,10 @@ def draw(screen: Screen, record: TuneRecord, saved: Sequence[str]) -> None:
     screen.blank()
     _trials(screen, record.trials)
     screen.blank()
+    for trial in record.trials:
+        if trial.changes:
+            does = "changes" if trial.verdict == "kept" else "would change, and is not in the plan:"
+            screen.flow("opt-in", [f"{trial.name} was allowed: it {does} {trial.changes}"])
     if record.writes:
         screen.flow("writes", _writes(record))
     for note in record.notes:
@@ -124,6 +128,8 @@ def _break_even(found: BreakEven) -> list[Piece]:
     words: list[Piece] = [
         f"the warm-up of {figures.duration(found.warmup_s)} a run has paid after {found.steps:,.0f} steps"
     ]
+    if found.cached_s is not None and found.cached_s < found.warmup_s:
+        words.append(f"{figures.duration(found.cached_s)} where the compile cache has it")
     if found.steps_remaining is not None:
         words.append(f"{found.steps_remaining:,} remain")
     return words

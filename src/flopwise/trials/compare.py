@@ -9,6 +9,11 @@ before it is used: the slope is the median of the last four differences between 
 mean log times, per block. Those means hold both arms once, so they say nothing about which arm came
 first, and the coin's argument stays exact.
 
+Pairs may come from several processes (`start`), where a script is too short for enough of them. What is alike in one
+process (the layout of its memory, where its threads run) then moves all of its pairs, and only another process can tell.
+So the interval is the hull of two: that of all pairs, which is exact where the arms are equal in every process, and that of
+the processes' means (`interval.among_processes`), which counts each process once. An outcome needs both.
+
 "faster" and "slower" are withheld, as "not shown" with the reason in the note, where the trial
 itself is in doubt: the A/A control finds a difference that cannot be, the blocks had not settled
 after the switch, or the plain means of all steps point the other way.
@@ -22,12 +27,14 @@ from dataclasses import replace
 from statistics import NormalDist, median
 
 from flopwise.records.verdict import Comparison
-from flopwise.trials.interval import independent_ratio
+from flopwise.trials.interval import among_processes, independent_ratio
 from flopwise.trials.schedule import Pair
 from flopwise.trials.sequential import ConfidenceSequence, fewest_pairs
 
 # The median of four follows a ramp, and one pair with a stall cannot bend it far: it spoils two.
 DRIFT_DIFFERENCES = 4
+#: From so many pairs on a trial may be given up that will not show a gain.
+FUTILE_PAIRS = 12
 STALL_RATIO = 3.0  # steps beyond this multiple of their block's median are counted in the note
 _OUTCOMES = {-1: "faster", 0: "not shown", 1: "slower"}  # by the sign of the log ratio
 
@@ -91,6 +98,19 @@ class PairedComparison:
             self._effect.add(pair)
             self._halves.append(_half_ratio(pair.new) - _half_ratio(pair.old))
 
+    def start(self, process: int) -> None:
+        """Tells that the pairs to come follow the earlier ones at some distance, and in which process they ran.
+
+        With pairs of several processes, look only once a process has ended.
+        """
+        self._effect.start(process)
+        self._control.start(process)
+
+    @property
+    def processes(self) -> int:
+        """Returns how many processes the A/B pairs are from."""
+        return self._effect.processes
+
     def outcome(self) -> str:
         """Returns "faster", "slower", "no different" or "not shown", as of now."""
         return self._judge()[0]
@@ -106,6 +126,32 @@ class PairedComparison:
             return False
         return self.pairs >= max_pairs or self.aa_ok is False or self.outcome() != "not shown"
 
+    @property
+    def unsettled(self) -> bool:
+        """Returns whether an outcome is withheld for nothing but that blocks had not settled after a switch."""
+        return bool(self._effect.direction) and self._judge()[1][:1] == [self._unsettled_words()]
+
+    @property
+    def wants_processes(self) -> bool:
+        """Returns whether all pairs together show a difference, and only the processes are too few, or too unlike, for it."""
+        return bool(self._effect.sequence.direction) and not self._effect.direction
+
+    def futile(self, most_pairs: int) -> bool:
+        """Returns whether to give up: so many pairs would not show a gain that can still be hoped for.
+
+        Hoped for is what was seen and two standard errors more; what would show is the smallest effect to be detected,
+        which shrinks with the square root of the number of pairs. Giving up calls nothing faster, so it costs power
+        alone: a tenth of it for gains that just as many pairs would show in three of four trials (docs/trials.md).
+        """
+        n, sequence = self.pairs, self._effect.sequence
+        if n < FUTILE_PAIRS or n >= most_pairs or sequence.direction:
+            return False
+        detectable = sequence.detectable()
+        if detectable is None:
+            return False
+        hoped = 2 * sequence.spread / math.sqrt(n) - sequence.mean
+        return hoped < detectable * math.sqrt(n / most_pairs)
+
     def comparison(self) -> Comparison | None:
         """Returns what the A/B pairs say; None while too few for an interval (`fewest_pairs`)."""
         outcome, reasons = self._judge()
@@ -118,7 +164,7 @@ class PairedComparison:
 
     def _judge(self) -> tuple[str, list[str]]:
         """Returns the outcome, and why a faster or slower one was withheld."""
-        direction = self._effect.sequence.direction
+        direction = self._effect.direction
         reasons = []
         if self.aa_ok is False:
             reasons.append(
@@ -126,11 +172,7 @@ class PairedComparison:
             )
         unsettled = self._unsettled() if direction or self.margin_frac else 0.0
         if direction and unsettled and not self._lies_beyond(abs(unsettled)):
-            reasons.append(
-                "blocks had not settled after a switch: from their first half to their second, "
-                f"steps change by {math.expm1(unsettled):+.1%} more in the new arm than in "
-                "the old; raise the wash-out"
-            )
+            reasons.append(self._unsettled_words())
         if direction and direction * self._effect.plain_log_ratio < 0:
             plain = math.exp(self._effect.plain_log_ratio)
             reasons.append(
@@ -144,13 +186,20 @@ class PairedComparison:
                 return "no different", []
         return _OUTCOMES[direction], []
 
+    def _unsettled_words(self) -> str:
+        return (
+            "blocks had not settled after a switch: from their first half to their second, "
+            f"steps change by {math.expm1(self._unsettled()):+.1%} more in the new arm than in "
+            "the old; raise the wash-out"
+        )
+
     def _lies_beyond(self, bias: float) -> bool:
         """Returns whether the interval excludes 0 by more than `bias`."""
-        interval = self._effect.sequence.interval()
+        interval = self._effect.interval()
         return interval is not None and (interval[0] > bias or interval[1] < -bias)
 
     def _lies_within(self, room: float) -> bool:
-        interval = self._effect.sequence.interval()
+        interval = self._effect.interval()
         return interval is not None and -room <= interval[0] and interval[1] <= room
 
     def _unsettled(self) -> float:
@@ -192,6 +241,43 @@ class _Arms:
         self._sums = (0.0, 0.0)  # of block means, old, new
         self._slopes: list[float] = []  # the last differences of pair means, per block
         self._last: tuple[int, float] | None = None  # index and mean log time of the pair before
+        self._process = 0
+        self._of_process: dict[int, list[float]] = {}  # the log ratios of each
+
+    @property
+    def processes(self) -> int:
+        return len(self._of_process)
+
+    @property
+    def direction(self) -> int:
+        """Returns -1 if the interval lies below 0, 1 if above, 0 if it covers 0."""
+        own = self.sequence.direction
+        among = self._among()
+        if among is None or own == 0:
+            return own
+        return own if (among[1] < 0 if own < 0 else among[0] > 0) else 0
+
+    def interval(self) -> tuple[float, float] | None:
+        """Returns the interval for the log ratio: of all pairs, and of all processes if there are several."""
+        own, among = self.sequence.interval(), self._among()
+        if own is None or among is None:
+            return own
+        return min(own[0], among[0]), max(own[1], among[1])
+
+    def detectable(self) -> float | None:
+        """Returns the smallest effect that as many pairs would have shown."""
+        interval, own, reach = self.interval(), self.sequence.interval(), self.sequence.detectable()
+        if interval is None or own is None or reach is None:
+            return None
+        return reach + (interval[1] - interval[0] - own[1] + own[0]) / 2
+
+    def start(self, process: int) -> None:
+        self._process = process
+        self._slopes, self._last = [], None
+
+    def _among(self) -> tuple[float, float] | None:
+        means = [math.fsum(logs) / len(logs) for logs in self._of_process.values()]
+        return among_processes(means, self.sequence.alpha)
 
     @property
     def old_s(self) -> float:
@@ -209,7 +295,9 @@ class _Arms:
         old, new = _mean_s(pair.old), _mean_s(pair.new)
         log_ratio = math.log(new / old)
         drift = self._drift_per_block(pair, (math.log(old) + math.log(new)) / 2)
-        self.sequence.add(log_ratio + drift if pair.new_first else log_ratio - drift)
+        log_ratio += drift if pair.new_first else -drift
+        self.sequence.add(log_ratio)
+        self._of_process.setdefault(self._process, []).append(log_ratio)
         self.pairs += 1
         self.steps += len(pair.old)
         self.block_steps = len(pair.old)
@@ -217,7 +305,7 @@ class _Arms:
         self.stalls = self.stalls[0] + _stalls(pair.old), self.stalls[1] + _stalls(pair.new)
 
     def comparison(self, outcome: str, notes: list[str]) -> Comparison | None:
-        interval, detectable = self.sequence.interval(), self.sequence.detectable()
+        interval, detectable = self.interval(), self.detectable()
         if interval is None or detectable is None:
             return None
         mean = self.sequence.mean
@@ -235,6 +323,7 @@ class _Arms:
             spread_frac=self.sequence.spread,
             minimum_detectable_frac=-math.expm1(-detectable),
             note="; ".join(notes) or None,
+            processes=self.processes,
         )
 
     def _drift_per_block(self, pair: Pair, mean_log: float) -> float:
@@ -267,6 +356,7 @@ def compare_runs(
     new_means_s: Sequence[float],
     steps: int,
     margin_frac: float | None = None,
+    comparisons: int = 1,
 ) -> Comparison:
     """Returns the comparison of fresh processes, paired in the order in which they ran.
 
@@ -278,11 +368,12 @@ def compare_runs(
         new_means_s: the same for the new arm.
         steps: timed steps a process.
         margin_frac: see `PairedComparison`.
+        comparisons: see `PairedComparison`; 1 for the final proof, which is one.
 
     Raises:
         ValueError: fewer than 3 processes an arm, unequal numbers, or a mean that is not positive.
     """
-    ratio = independent_ratio(old_means_s, new_means_s)
+    ratio = independent_ratio(old_means_s, new_means_s, 1 - 0.05 / comparisons)
     outcome = "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else "not shown"
     if margin_frac is not None:
         inside = 1 / (1 + margin_frac) <= ratio.low and ratio.high <= 1 + margin_frac

@@ -111,6 +111,29 @@ def independent_ratio(
     return RatioInterval(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n, spread)
 
 
+def among_processes(logs: Sequence[float], alpha: float) -> tuple[float, float] | None:
+    """Returns the interval for the mean log ratio of processes, of which there may always be one more.
+
+    A Student t interval over one value a process, at alpha / (K (K - 1)) once there are K: these add up to at most
+    alpha, so that it may be looked at whenever a process has ended. None for fewer than two.
+
+    Source: Bonferroni over the looks; sum of 1 / (K (K - 1)) from K = 2 on is 1.
+    Assumes: processes differ by normal noise, whatever is alike within one of them.
+
+    Args:
+        logs: the mean log ratio of each process.
+        alpha: error probability over all looks and both sides.
+    """
+    n = len(logs)
+    if n < 2:
+        return None
+    mean = math.fsum(logs) / n
+    spread = math.sqrt(math.fsum((x - mean) ** 2 for x in logs) / (n - 1))
+    quantile = student_t_quantile(1 - alpha / (n * (n - 1)) / 2, n - 1)
+    half = quantile * spread / math.sqrt(n)
+    return mean - half, mean + half
+
+
 def student_t_quantile(p: float, df: float) -> float:
     """Returns the t with P(T <= t) = p, `df` degrees of freedom, to a relative 1e-8 or better.
 

@@ -33,7 +33,11 @@ class Conclusion:
 
 
 def conclude(
-    old: Sequence[RunRecord], new: Sequence[RunRecord], planned: Sequence[str], steps: int
+    old: Sequence[RunRecord],
+    new: Sequence[RunRecord],
+    planned: Sequence[str],
+    steps: int,
+    comparisons: int = 1,
 ) -> Conclusion:
     """Returns what the runs of the two arms prove about the fixes with the codes `planned`.
 
@@ -42,6 +46,7 @@ def conclude(
         new: runs with the fixes, likewise.
         planned: codes of the fixes that the new arm was told to apply.
         steps: timed steps that were asked of each process.
+        comparisons: among which the error probability is divided.
 
     Raises:
         ValueError: fewer than 3 runs an arm, or unequal numbers.
@@ -58,7 +63,10 @@ def conclude(
         )
     proof = Proof(
         comparison=compare_runs(
-            [run.step_s.mean for run in old], [run.step_s.mean for run in new], timed
+            [run.step_s.mean for run in old],
+            [run.step_s.mean for run in new],
+            timed,
+            comparisons=comparisons,
         ),
         processes_per_arm=len(old),
         first_loss_old=_first_loss(old[0]),

@@ -28,6 +28,7 @@ from flopwise.reports.terminal import render_tune
 from flopwise.trials.proof import Conclusion
 from flopwise.tuning import state as states
 from flopwise.tuning.budget import Budget
+from flopwise.tuning.pooling import Pools
 from flopwise.tuning.process_trials import try_in_processes
 from flopwise.tuning.processes import Processes
 from flopwise.tuning.proving import break_even, prove
@@ -60,11 +61,15 @@ class Tuning:
 
     def __post_init__(self) -> None:
         state = self.state
+        self.budget.cached = state.cached
         self.processes = Processes(
             state.asked.job(), self.folder, self.budget, self.quiet, state.asked.allowed, state.writes,
             self._starts,
         )  # fmt: skip
-        self.tried = Tried(state.trials, state.aa, state.trial_torch, state.notes, state.attempts)
+        self.tried = Tried(
+            state.trials, state.aa, state.trial_torch, state.notes, state.attempts, Pools(state.turns),
+            state.short, state.shares, state.handed, state.cached,
+        )  # fmt: skip
 
     def run(self) -> TuneRecord:
         """Returns what the tune found; stored as tune.json and plan.toml in the folder.
@@ -106,6 +111,7 @@ class Tuning:
     def _keep(self, state: State, tried: Tried) -> None:
         state.used_s, state.spent = self.budget.used_s(), dict(self.budget.spent)
         state.aa, state.trial_torch, state.attempts = tried.aa, tried.torch, tried.attempts
+        state.short, state.shares = tried.short, tried.shares
         states.save(self.folder, state)
 
     @contextmanager
@@ -136,14 +142,13 @@ class Tuning:
         asked = self.state.asked
         single = [code for code in asked.codes if code not in plans.ENVIRONMENT]
         whole = [code for code in asked.codes if code in plans.ENVIRONMENT]
-        how = Trying(asked.per_fix_s, findings_of(baseline), asked.steps_remaining, whole)
+        how = Trying(
+            asked.per_fix_s, findings_of(baseline), asked.steps_remaining, whole, len(asked.codes)
+        )
         with self._part("trials"):
             try_fixes(self.processes, single, how, self.tried, self.save)
             self.tried.trials[:] = [too_dear(t, asked.steps_remaining) for t in self.tried.trials]
-            if whole:
-                try_in_processes(
-                    self.processes, whole, how.findings, self.tried, self.state.runs_of, self.save
-                )
+            try_in_processes(self.processes, whole, how, self.tried, self.state, self.save)
         self.state.tried = True
         self.save()
 
@@ -162,13 +167,14 @@ class Tuning:
         asked, tried = self.state.asked, self.tried
         proof: Proof | None = None
         plan: Path | None = None
-        trials, notes = tried.trials, [*tried.notes, *self.notes]
+        trials = [replace(t, changes=plans.OPT_IN.get(t.fix, "")) for t in tried.trials]
+        notes = [*tried.notes, *self.notes]
         pays = None
         if concluded is not None:
             proof = concluded.proof
             trials = [_as_proven(trial, concluded) for trial in trials]
             kept = [t for t in trials if t.verdict == "kept"]
-            pays = break_even(concluded, kept, asked.steps_remaining)
+            pays = break_even(concluded, kept, asked.steps_remaining, self.state.cached)
             doubt = concluded.doubt
             if (
                 doubt is None
@@ -183,6 +189,8 @@ class Tuning:
                 plan = self._write_plan(kept, proof, tried.torch or baseline.env.torch)
             else:
                 notes.append(f"{doubt}: no plan was written")
+        cached = self.state.cached
+        trials = [replace(t, warmup_cached_s=cached.get(t.fix)) if t.warmup_s else t for t in trials]  # fmt: skip
         writes, more = apart.together(self.processes.writes)
         before = Side(
             proof.comparison.old_s if proof else baseline.step_s.mean,
@@ -231,7 +239,14 @@ class Tuning:
             device=plans.device_name(),
             fixes=[
                 plan_records.PlannedFix(
-                    t.fix, t.name, t.setting, t.ratio, t.ci95, t.environment, t.warmup_s
+                    t.fix,
+                    t.name,
+                    t.setting,
+                    t.ratio,
+                    t.ci95,
+                    t.environment,
+                    t.warmup_s,
+                    t.changes or None,
                 )
                 for t in kept
             ],

@@ -43,6 +43,8 @@ class Budget:
     step_s: float = 0.0
     reserved_s: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)
+    #: By fix: what its warm-up takes in a process that finds in the cache what another has compiled, as one has shown.
+    cached: dict[str, float] = field(default_factory=dict)
     before_s: float = (
         0.0  # used by earlier sessions of a tune that was resumed; `given_s` holds it, too
     )
@@ -87,8 +89,34 @@ class Budget:
 
     def proof_s(self, kept: Sequence[Trial] = ()) -> float:
         """Returns what the proof is reckoned to take with the fixes that are kept, their warm-up included."""
-        warmup_s = sum(trial.warmup_s or 0.0 for trial in kept)
-        return self.processes * (2 * self.process_s + warmup_s)
+        return 2 * self.processes * self.process_s + self.warmups_s(kept, self.processes)
+
+    def warmups_s(self, kept: Sequence[Trial], processes: int) -> float:
+        """Returns what so many processes with these fixes are reckoned to warm up for, all of them together.
+
+        As often as one has shown to take that found the cache. Before that is known: once as long as it took where nothing
+        was in the cache, which holds as long as each finds a third of it there (see docs/trials.md for what is found).
+        """
+        return sum(
+            processes * self.cached[t.fix] if t.fix in self.cached else t.warmup_s or 0.0
+            for t in kept
+        )
+
+    def ran(self, kept: Sequence[Trial], wall_s: float, record: RunRecord) -> None:
+        """Learns from a process that ran with these fixes what their warm-up takes with a cache.
+
+        Args:
+            kept: the fixes.
+            wall_s: what the process took.
+            record: of it; what is neither its start nor its timed steps is taken for warm-up.
+        """
+        cold_s = sum(t.warmup_s or 0.0 for t in kept)
+        warm_s = max(0.0, wall_s - self.start_s - record.steps.timed * record.step_s.mean)
+        for trial in kept:
+            if trial.warmup_s:
+                # Never more than cold: the rest of it is the start, which differs from process to process.
+                share_s = min(trial.warmup_s, warm_s * trial.warmup_s / cold_s)
+                self.cached[trial.fix] = max(share_s, self.cached.get(trial.fix, 0.0))
 
     def trials_s(self, kept: Sequence[Trial] = ()) -> float:
         """Returns what is left for trials, the proof with what has been kept so far set aside."""
@@ -127,13 +155,13 @@ class Budget:
             f"of the budget of {self.given_s:.0f} s were left. --budget {rounded_up(enough)} would do"
         )
 
-    def unfinished(self, what: str, number: int, ran_s: float) -> str:
+    def unfinished(self, what: str, number: int, ran_s: float, total: int | None = None) -> str:
         """Returns what is to be said of pairs (a proof) whose process `number` the budget ended after `ran_s` seconds."""
-        each_s = max(self.process_s, ran_s)
-        enough = self.used_s() + MARGIN * (2 * self.processes - number + 1) * each_s
+        each_s, total = max(self.process_s, ran_s), total or 2 * self.processes
+        enough = self.used_s() + MARGIN * (total - number + 1) * each_s
         return (
             f"the {what} was not finished: the budget of {self.given_s:.0f} s was over in process {number} of "
-            f"{2 * self.processes}, which had run for {ran_s:.0f} s (reckoned with: {self.process_s:.0f} s). "
+            f"{total}, which had run for {ran_s:.0f} s (reckoned with: {self.process_s:.0f} s). "
             f"--budget {rounded_up(enough)} would do"
         )
 

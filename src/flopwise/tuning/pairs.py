@@ -30,6 +30,7 @@ class Pairs:
     old: Sequence[Trial]  # the fixes of each arm
     new: Sequence[Trial]
     seed: int = 0
+    count: int = 0  # of pairs; 0: as many as the proof has
 
     def arm(self, arm: str) -> list[Trial]:
         """Returns the fixes of an arm."""
@@ -54,8 +55,9 @@ def run_pairs(
     """
     coin = random.Random(pairs.seed)
     runs: dict[str, list[RunRecord]] = {arm: [] for arm in ARMS}
-    total = 2 * processes.budget.processes
-    for n in range(1, processes.budget.processes + 1):
+    count = pairs.count or processes.budget.processes
+    total = 2 * count
+    for n in range(1, count + 1):
         arms = list(ARMS)
         coin.shuffle(arms)
         for arm in arms:
@@ -64,7 +66,7 @@ def run_pairs(
                 continue
             number = len(runs["old"]) + len(runs["new"]) + 1
             with_ = "with the fixes" if arm == "new" else "as it is"
-            doing = f"{pairs.short} {n} of {processes.budget.processes}, {with_}"
+            doing = f"{pairs.short} {n} of {count}, {with_}"
             name = f"{pairs.name}-{n}-{arm}"
             folder, record = _run(processes, name, pairs.arm(arm), doing, number, total, pairs)
             done[arm].append(folder)
@@ -106,8 +108,13 @@ def _run(
         runs=total - number + 1,
     )
     if measurement.overdue:
-        raise NothingMeasuredError(budget.unfinished(pairs.words, number, budget.clock() - began))
+        raise NothingMeasuredError(
+            budget.unfinished(pairs.words, number, budget.clock() - began, total)
+        )
+    took_s = budget.clock() - began
     try:
-        return measurement.folder.name, processes.conclude(measurement)
+        record = processes.conclude(measurement)
+        budget.ran(fixes, took_s, record)
+        return measurement.folder.name, record
     except NothingMeasuredError as error:
         raise NothingMeasuredError(f"the {pairs.words} failed ({doing}): {error}") from error

@@ -112,7 +112,9 @@ def _prospect(code: str, said: dict[str, Answer], asked: Asked, run: RunRecord) 
     answer = said.get(code)
     name = dict(FIXES)[code]
     if answer is None:
-        return Prospect(code, name, "unknown", "it was not asked", None, [], code in OPT_IN, False)
+        return Prospect(
+            code, name, "unknown", "it was not asked", None, [], code in OPT_IN, False, OPT_IN.get(code, "")
+        )  # fmt: skip
     outcome = "would be tried" if answer.eligible else "declined"
     if answer.eligible and code not in asked.codes:
         outcome = "only if asked for" if code in OPT_IN else "not asked for"
@@ -127,4 +129,5 @@ def _prospect(code: str, said: dict[str, Answer], asked: Asked, run: RunRecord) 
         findings=[f"{one} {causes[one]}" for one in answer.findings if one in causes],
         opt_in=answer.opt_in,
         in_processes=code in plans.ENVIRONMENT,
+        changes=OPT_IN.get(code, ""),
     )

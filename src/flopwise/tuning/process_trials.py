@@ -1,4 +1,4 @@
-"""Fixes that must be there before a process starts: each is tried in pairs of fresh processes, with it and without."""
+"""Fixes that show from the start of a process only: each is tried in pairs of fresh processes, with it and without."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,11 +17,23 @@ from flopwise.plans import FIXES, checked_environment
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import Parity, Trial
 from flopwise.trials.proof import LATER_STEP, Conclusion, conclude
+from flopwise.tuning.budget import Budget
 from flopwise.tuning.pairs import Pairs, run_pairs
 from flopwise.tuning.processes import Processes
-from flopwise.tuning.trying import OUT_OF_TIME, Tried
+from flopwise.tuning.trying import OUT_OF_TIME, Tried, Trying
 
 SURVEY = "survey.json"
+#: Pairs of processes of one fix, where there is time for so many.
+MOST_PAIRS = 6
+
+
+class Done(Protocol):
+    """What there is already of trials in processes: kept over sessions, and added to."""
+
+    counts: dict[str, int]  # by fix: pairs that it was given
+
+    def runs_of(self, what: str) -> dict[str, list[str]]:
+        """Returns the folders of the runs of `what`, by arm."""
 
 
 @dataclass(frozen=True)
@@ -65,19 +77,19 @@ def ask(
 def try_in_processes(
     processes: Processes,
     codes: list[str],
-    findings: Mapping[str, float | None],
+    how: Trying,
     tried: Tried,
-    runs_of: Callable[[str], dict[str, list[str]]],
+    done: Done,
     save: Callable[[], None],
 ) -> None:
-    """Adds to `tried` a trial for each of `codes`, with what was kept before on in both arms.
+    """Adds to `tried` a trial for each of `codes`, and for what was handed over, with what was kept before on in both arms.
 
     Args:
         processes: of the tune.
-        codes: of the fixes.
-        findings: of the script as it is, with the gains that they predict.
+        codes: of fixes that must be there before a process starts.
+        how: they are tried.
         tried: what has been tried so far.
-        runs_of: gives, by code, the folders of each arm that there are already; what is run is added to them.
+        done: what an earlier session has run of it; what is run is added.
         save: called after each process.
 
     Raises:
@@ -85,8 +97,8 @@ def try_in_processes(
         RecordError: a run of an earlier session is damaged.
     """
     asked = {a.code: a for folder in _newest(processes.folder) for a in answers(folder)}
-    if not asked and tried.open(codes):
-        folder = ask(processes, codes, findings).folder
+    if codes and not asked and tried.open(codes):
+        folder = ask(processes, codes, how.findings).folder
         asked = {a.code: a for a in answers(folder)}
     name_of = dict(FIXES)
     for code in tried.open(codes):
@@ -97,23 +109,29 @@ def try_in_processes(
         elif not answer.eligible:
             trial = Trial(code, name_of[code], "declined", answer.reason)
         else:
-            trial = _tried(processes, answer, tried, runs_of(code), save)
-        processes.say(f"  {trial.name}: {trial.verdict}. {trial.reason}")
-        tried.trials.append(trial)
-        save()
+            trial = _as_answered(answer, tried)
+        if trial.verdict == "kept":
+            trial = _tried(processes, trial, answer, how, tried, done, save)
+        _told(processes, trial, tried, save)
+    for handed in [t for t in tried.handed if t.fix not in {x.fix for x in tried.trials}]:
+        trial = replace(handed, verdict="kept", reason="")
+        trial = _tried(processes, trial, None, how, tried, done, save)
+        if handed.reason:
+            reason = (
+                f"{trial.reason}; in a running process it could not be compared: {handed.reason}"
+            )
+            trial = replace(trial, reason=reason)
+        _told(processes, trial, tried, save)
 
 
-def _newest(folder: Path) -> Iterator[Path]:
-    return iter(sorted(folder.glob("trials-*"), key=lambda path: path.stat().st_mtime))
+def _told(processes: Processes, trial: Trial, tried: Tried, save: Callable[[], None]) -> None:
+    processes.say(f"  {trial.name}: {trial.verdict}. {trial.reason}")
+    tried.trials.append(trial)
+    save()
 
 
-def _tried(
-    processes: Processes,
-    answer: Answer,
-    tried: Tried,
-    done: dict[str, list[str]],
-    save: Callable[[], None],
-) -> Trial:
+def _as_answered(answer: Answer, tried: Tried) -> Trial:
+    """Returns a fix that may be tried as if it were kept; declined where it cannot."""
     predicted = None if answer.predicted_gain_frac is None else 1 - answer.predicted_gain_frac
     trial = Trial(answer.code, answer.name, "kept", "", predicted_ratio=predicted, environment=answer.environment)  # fmt: skip
     clash = next((t for t in tried.kept if t.fix in answer.conflicts), None)
@@ -123,32 +141,68 @@ def _tried(
         checked_environment(answer.code, answer.environment)
     except PlanError as error:
         return _as(trial, "declined", str(error))
-    budget = processes.budget
-    left = 2 * budget.processes - sum(map(len, done.values()))
-    if budget.trials_s(tried.kept) < left * budget.process_s:
+    return trial
+
+
+def _newest(folder: Path) -> Iterator[Path]:
+    return iter(sorted(folder.glob("trials-*"), key=lambda path: path.stat().st_mtime))
+
+
+def _tried(
+    processes: Processes,
+    trial: Trial,
+    answer: Answer | None,
+    how: Trying,
+    tried: Tried,
+    done: Done,
+    save: Callable[[], None],
+) -> Trial:
+    """Returns what pairs of processes say of a fix; `answer` is what it said itself, None where it was verified."""
+    budget, runs_done = processes.budget, done.runs_of(trial.fix)
+    begun = sum(map(len, runs_done.values()))
+    waiting = len([t for t in tried.handed if t.fix not in {x.fix for x in tried.trials}]) or 1
+    left_s = budget.trials_s(tried.kept)
+    if not begun:
+        done.counts[trial.fix] = _count(budget, left_s / waiting)
+    left = 2 * done.counts.get(trial.fix, budget.processes) - begun
+    if left_s < left * budget.process_s + budget.warmups_s(tried.kept, left):
         return _as(
             trial,
             "declined",
             f"{OUT_OF_TIME}: it takes {left} processes of about {budget.process_s:.0f} s",
         )
-    words = f"trial of {answer.name}"
-    pairs = Pairs(f"pairs-{answer.code}", words, words, tried.kept, [*tried.kept, trial], seed=1)
+    words = f"trial of {trial.name}"
+    count = done.counts.get(trial.fix, budget.processes)
+    pairs = Pairs(f"pairs-{trial.fix}", words, words, tried.kept, [*tried.kept, trial], 1, count)
     try:
-        runs = run_pairs(processes, pairs, done, save)
+        runs = run_pairs(processes, pairs, runs_done, save)
     except NothingMeasuredError as error:
         return _as(trial, "declined", str(error))
-    codes = [*(t.fix for t in tried.kept), answer.code]
-    concluded = conclude(runs["old"], runs["new"], codes, budget.proof_steps)
+    codes = [*(t.fix for t in tried.kept), trial.fix]
+    comparisons = tried.comparisons(how.fixes)
+    concluded = conclude(runs["old"], runs["new"], codes, budget.proof_steps, comparisons)
     return _judged(trial, answer, concluded, runs)
 
 
+def _count(budget: Budget, left_s: float) -> int:
+    """Returns how many pairs of processes to run: fixed beforehand, since their interval is not for looking along the way.
+
+    With few of them an interval that is corrected for many fixes is wide: of 3 pairs, at 0.05 / 6, it is 6 standard
+    deviations of a pair to either side, of 6 pairs 1.7.
+    """
+    fit = int(left_s / (2 * budget.process_s)) if budget.process_s else MOST_PAIRS
+    return max(budget.processes, min(MOST_PAIRS, fit))
+
+
 def _judged(
-    trial: Trial, answer: Answer, concluded: Conclusion, runs: dict[str, list[RunRecord]]
+    trial: Trial, answer: Answer | None, concluded: Conclusion, runs: dict[str, list[RunRecord]]
 ) -> Trial:
     found = concluded.proof.comparison
-    parity = losses_parity(answer.numerics, runs["old"], runs["new"])
-    if answer.code not in concluded.applied:
-        left_out = next((n for n in concluded.notes if answer.code in n), "it was not on")
+    parity = trial.parity
+    if answer is not None:
+        parity = losses_parity(answer.numerics, runs["old"], runs["new"])
+    if trial.fix not in concluded.applied:
+        left_out = next((n for n in concluded.notes if trial.fix in n), "it was not on")
         return _as(trial, "declined", left_out)
     measured: dict[str, Any] = {
         "ratio": found.ratio, "ci95": found.ci95, "comparison": found, "parity": parity,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from flopwise.errors import NothingMeasuredError
 from flopwise.records.verdict import BreakEven, Trial
 from flopwise.trials.proof import Conclusion, conclude
 from flopwise.tuning.pairs import Pairs, run_pairs
 from flopwise.tuning.processes import Processes
+
+#: Less than this is no warm-up: it is within what starts differ by.
+NO_WARMUP_S = 0.1
 
 
 def prove(
@@ -52,12 +55,25 @@ def prove(
 
 
 def break_even(
-    concluded: Conclusion, kept: Sequence[Trial], steps_remaining: int | None
+    concluded: Conclusion,
+    kept: Sequence[Trial],
+    steps_remaining: int | None,
+    cached: Mapping[str, float],
 ) -> BreakEven | None:
-    """Returns after how many steps the warm-up of a plan has paid, None where nothing has to warm up or nothing is saved."""
+    """Returns after how many steps the warm-up of a plan has paid, None where nothing has to warm up or nothing is saved.
+
+    Args:
+        concluded: the proof.
+        kept: the fixes.
+        steps_remaining: of the job.
+        cached: by fix, its warm-up in a process that found the cache.
+    """
     found = concluded.proof.comparison
     warmup_s = sum(trial.warmup_s or 0.0 for trial in kept if trial.fix in concluded.applied)
     saved_s = found.old_s - found.new_s
-    if warmup_s <= 0 or saved_s <= 0:
+    if warmup_s < NO_WARMUP_S or saved_s <= 0:
         return None
-    return BreakEven(warmup_s, saved_s, warmup_s / saved_s, steps_remaining)
+    slow = [t for t in kept if t.fix in concluded.applied and t.warmup_s]
+    known = all(trial.fix in cached for trial in slow)
+    cached_s = sum(cached[trial.fix] for trial in slow) if known else None
+    return BreakEven(warmup_s, saved_s, warmup_s / saved_s, steps_remaining, cached_s)

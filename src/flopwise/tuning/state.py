@@ -10,6 +10,7 @@ from flopwise import plans
 from flopwise.errors import PlanError, RecordError, UsageError
 from flopwise.launch.command import Job
 from flopwise.records import store
+from flopwise.records.pool import Shares, Turn
 from flopwise.records.verdict import Comparison, Trial, Write
 
 SCHEMA = "flopwise.tune-state/1"
@@ -66,9 +67,17 @@ class State:
     trial_torch: str | None = None
     notes: list[str] = field(default_factory=list)
     tried: bool = False  # nothing is left to try in one process
+    turns: list[Turn] = field(default_factory=list)  # pairs of blocks of what has no verdict
+    short: bool = False  # the script ends before all has been tried
+    shares: Shares | None = None
+    handed: list[Trial] = field(default_factory=list)  # fixes that are to be compared in processes
     why_untried: str | None = None
     #: Runs of pairs: by what is compared ("proof", or a fix) and arm, their folders.
     runs: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+    cached: dict[str, float] = field(default_factory=dict)  # by fix: warm-up with the compile cache
+    counts: dict[str, int] = field(
+        default_factory=dict
+    )  # by fix: how many pairs of processes it has
     writes: list[list[Write]] = field(default_factory=list)  # of each process
 
     def runs_of(self, what: str) -> dict[str, list[str]]:

@@ -14,15 +14,18 @@ import msgspec
 from flopwise import plans
 from flopwise.measurement import Measurement
 from flopwise.plans import FIXES
+from flopwise.records.pool import Shares, Turn
 from flopwise.records.run import RunRecord
 from flopwise.records.verdict import Comparison, Trial
+from flopwise.reports.figures import counted
+from flopwise.tuning.pooling import Pools, judge, last_word
 from flopwise.tuning.processes import Processes, output_of
 
 OUT_OF_TIME = "the time for trials was used up before it could be tried, or while it was"
 #: How reasons begin of fixes that a longer budget would have tried.
 OF_TIME = "the time for trials"
 #: A script that ends before all has been tried is started again for the rest, and where one of several fixes ends the
-#: process they are halved until it is alone: so many processes at most.
+#: process they are halved until it is alone: so many processes at most that bring no verdict.
 MOST_PROCESSES = 12
 
 
@@ -35,6 +38,13 @@ class Tried:
     torch: str | None = None
     notes: list[str] = field(default_factory=list)
     attempts: int = 0  # processes that were started
+    pools: Pools = field(default_factory=Pools)  # pairs of what has no verdict yet
+    short: bool = False  # the script ends before all has been tried
+    shares: Shares | None = None  # of its steps, as they were first
+    handed: list[Trial] = field(default_factory=list)  # verified, and to be compared in processes
+    cached: dict[str, float] = field(
+        default_factory=dict
+    )  # by fix: its warm-up with the cache (`Budget`)
 
     @property
     def kept(self) -> list[Trial]:
@@ -42,8 +52,14 @@ class Tried:
         return [trial for trial in self.trials if trial.verdict == "kept"]
 
     def open(self, codes: Sequence[str]) -> list[str]:
-        """Returns those of `codes` that have no trial yet."""
-        return [code for code in codes if code not in {trial.fix for trial in self.trials}]
+        """Returns those of `codes` that have no trial yet, and are to be tried in one process."""
+        known = {trial.fix for trial in (*self.trials, *self.handed)}
+        return [code for code in codes if code not in known]
+
+    def comparisons(self, fixes: int) -> int:
+        """Returns among how many comparisons the error probability is divided: of all fixes those that are compared, and all together."""
+        never = sum(t.comparison is None and t.verdict != "kept" for t in self.trials)
+        return max(1, fixes - never) + (fixes > 1)
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,7 @@ class Trying:
     findings: Mapping[str, float | None] = field(default_factory=dict)
     steps_remaining: int | None = None
     surveyed: Sequence[str] = ()  # fixes that are only tried in processes, and asked about in these
+    fixes: int = 1  # that are tried in all
 
 
 def findings_of(baseline: RunRecord) -> dict[str, float | None]:
@@ -74,6 +91,8 @@ def try_fixes(
 ) -> None:
     """Adds to `tried` a trial for each of `codes`: a short script is started again for the rest, with what is kept on.
 
+    Where it ends before a comparison is decided, the pairs of blocks of all its processes are judged together.
+
     Args:
         processes: of the tune.
         codes: of fixes that are switched in a running process.
@@ -85,8 +104,8 @@ def try_fixes(
         RunFolderError: the folder cannot be written, or went away.
     """
     groups, why = [list(codes)], OUT_OF_TIME
-    name_of = dict(FIXES)
-    for _ in range(MOST_PROCESSES):
+    name_of, barren = dict(FIXES), 0
+    while barren < MOST_PROCESSES:
         while groups and not tried.open(groups[0]):
             del groups[0]
         time_s = processes.budget.trials_s(tried.kept)
@@ -94,10 +113,14 @@ def try_fixes(
             why = OUT_OF_TIME
             break
         rest = tried.open(groups.pop(0))
-        measurement, found = _process(processes, rest, how, tried, time_s, len(codes))
+        pairs = sum(len(turn.pairs) for turn in tried.pools.turns)
+        measurement, found = _process(processes, rest, how, tried, time_s)
         why = _why_untried(measurement, found, tried.notes)
+        more = sum(len(turn.pairs) for turn in tried.pools.turns) > pairs
+        verdicts = _judge(processes, rest, how, tried)
         save()
-        if found:
+        barren += not (found or more or verdicts)
+        if found or more or verdicts:
             groups.insert(0, rest)
         elif measurement.ending() is None or measurement.overdue:
             break
@@ -106,7 +129,20 @@ def try_fixes(
         else:
             tried.trials.append(Trial(rest[0], name_of[rest[0]], "declined", why))
             save()
+    n = tried.comparisons(how.fixes)
+    tried.trials += last_word(tried.pools, tried.open(codes), tried.trials, n, tried.aa, why)
     tried.trials += [Trial(code, name_of[code], "declined", why) for code in tried.open(codes)]
+
+
+def _judge(processes: Processes, rest: list[str], how: Trying, tried: Tried) -> bool:
+    """Judges the pairs of all processes so far; returns whether a fix has its verdict."""
+    tried.aa = tried.aa or tried.pools.control()
+    n = tried.comparisons(how.fixes)
+    verdicts = judge(tried.pools, tried.open(rest), n, tried.aa)
+    for trial in verdicts:
+        processes.say(f"  {trial.name}: {trial.verdict}. {trial.reason}")
+    tried.trials += verdicts
+    return bool(verdicts)
 
 
 def _process(
@@ -115,12 +151,11 @@ def _process(
     how: Trying,
     tried: Tried,
     time_s: float,
-    comparisons: int,
 ) -> tuple[Measurement, bool | None]:
     """Runs one trial process; returns it, and whether it has found anything (see `read`)."""
     tried.attempts += 1
-    options = _options(tried, rest, how, time_s, comparisons, processes.budget.processes)
-    names = ", ".join(name for code, name in FIXES if code in rest)
+    options = _options(tried, rest, how, time_s, processes.budget.processes)
+    names = ", ".join(_named(code, name, tried) for code, name in FIXES if code in rest)
     told = _Told(processes)
     measurement = processes.start(
         f"trials-{tried.attempts}",
@@ -133,7 +168,24 @@ def _process(
     )
     found = read(measurement.folder, tried)
     told(measurement.folder)
+    ended = measurement.ending() is None and not _complete(measurement.folder)
+    tried.short = tried.short or (found is not None and ended)
     return measurement, found
+
+
+def _named(code: str, name: str, tried: Tried) -> str:
+    """Returns a fix in words, with how far its comparison has come."""
+    pairs = tried.pools.pairs(code)
+    return f"{name} ({counted(pairs, 'pair', 'pairs')} so far)" if pairs else name
+
+
+def _complete(folder: Path) -> bool:
+    """Returns whether the trials of a process came to their end, and not the script before."""
+    try:
+        status = json.loads((folder / "trials.json").read_bytes())["status"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+    return bool(status != "running")
 
 
 class _Told:
@@ -164,8 +216,10 @@ def to_apply(kept: Sequence[Trial]) -> list[dict[str, Any]]:
 
 
 def _options(
-    tried: Tried, rest: list[str], how: Trying, time_s: float, comparisons: int, proofs: int
+    tried: Tried, rest: list[str], how: Trying, time_s: float, proofs: int
 ) -> dict[str, Any]:
+    comparisons = tried.comparisons(how.fixes)
+    standings = tried.pools.standings(comparisons) if tried.short else []
     trial = {
         "fixes": rest,
         "budget_s": time_s,
@@ -177,6 +231,11 @@ def _options(
         "aa": asdict(tried.aa) if tried.aa is not None else None,
         "findings": dict(how.findings),
         "steps_remaining": how.steps_remaining,
+        "process": tried.attempts,
+        "kept": [trial.fix for trial in tried.kept],
+        "short": tried.short,
+        "pools": [asdict(standing) for standing in standings],
+        "shares": asdict(tried.shares) if tried.shares is not None else None,
     }
     options: dict[str, Any] = {"apply": to_apply(tried.kept), "trial": trial}
     if how.surveyed:
@@ -192,6 +251,10 @@ def read(folder: Path, tried: Tried) -> bool | None:
         aa = msgspec.convert(data["aa"], Comparison | None)
         notes = msgspec.convert(data["notes"], list[str])
         torch = str(data["torch"])
+        turns = msgspec.convert(data.get("pools", []), list[Turn])
+        cached = msgspec.convert(data.get("cached", {}), dict[str, float])
+        handed = msgspec.convert(data.get("handed", []), list[Trial])
+        shares = msgspec.convert(data.get("shares"), Shares | None)
     except (OSError, ValueError, KeyError, msgspec.ValidationError):
         failed = sorted(folder.glob("failed-*.txt"))
         if failed:
@@ -201,7 +264,11 @@ def read(folder: Path, tried: Tried) -> bool | None:
     tried.aa = tried.aa or aa
     tried.torch = torch
     tried.notes += notes
-    return bool(trials)
+    tried.pools.turns += turns
+    tried.shares = tried.shares or shares
+    tried.handed += handed
+    tried.cached.update(cached)
+    return bool(trials or handed)
 
 
 def _why_untried(measurement: Measurement, result: bool | None, notes: list[str]) -> str:

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from flopwise.fixes.catalog import compile_model, cuda_graphs
 from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
 from flopwise.fixes.interface import Declined, Eligible, Facts, Scene
-from flopwise.fixes.slot import COMPILED, GRAPHED, Slot
+from flopwise.fixes.slot import COMPILED, GRAPHED, Layers, Slot
+from flopwise.meter.found import compiled_parts
 from flopwise.meter.replay import Snapshot
 
 # The time limit is the alarm signal, which the usual method of pytest-timeout takes for itself.
@@ -92,6 +93,17 @@ class TestCheck:
     def test_a_wait_for_launches_is_a_cause(self) -> None:
         assert isinstance(CudaGraphs().check(scene()), Eligible)
         assert isinstance(CudaGraphs().check(scene(step_s=5.0)), Eligible)
+
+    def test_what_another_fix_has_compiled_is_no_reason_against_graphs(self) -> None:
+        model = net()
+        layers = Layers([model], COMPILED)
+        layers.on([lambda call: call])
+        assert compiled_parts(model) == 1
+        assert isinstance(CudaGraphs().check(scene(model)), Eligible)
+        layers.off()
+        model._compiled_call_impl = lambda *args: None
+        layers.on([lambda call: call])
+        assert "compiles its model itself" in CudaGraphs().check(scene(model)).reason
 
     def test_so_is_a_short_step_that_compiling_makes_shorter(self) -> None:
         assert isinstance(
@@ -286,3 +298,19 @@ class TestFailures:
         )
         assert all(torch.equal(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
         assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_compile_model_beside_it_is_no_reason_and_the_scripts_own_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_graphs, "compiler_problem", lambda device: None)
+    monkeypatch.setattr(cuda_graphs, "_memory_problem", lambda scene: None)
+    model = net()
+    compiled = compile_model._Applied([model], 60.0)
+    compiled.enable()
+    assert isinstance(CudaGraphs().check(scene(model)), Eligible)
+    compiled.undo()
+    model.last.compile(backend="eager")
+    answer = CudaGraphs().check(scene(model))
+    assert isinstance(answer, Declined)
+    assert "compiles its model itself" in answer.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -57,3 +58,13 @@ def test_batches_are_padded_by_name() -> None:
     full = [torch.ones(2, 8)]
     assert buckets(full) is full
     assert buckets("nothing") == "nothing"
+
+
+@pytest.mark.parametrize("size", ["a", None, float("nan"), float("inf"), 1.5])
+def test_a_size_that_is_no_number_is_told(size: Any) -> None:
+    with pytest.raises(GraphError, match="both are whole numbers"):
+        suggest_buckets([3, size], 0.1)
+
+
+def test_sizes_may_be_those_of_tensors() -> None:
+    assert suggest_buckets(list(torch.tensor([3, 5])), 0.0) == [3, 5]

@@ -398,3 +398,19 @@ def test_one_tensor_given_twice_is_compiled_once() -> None:
         model(x, x).sum().backward()
     assert handle.report().recompiles == ()
     assert handle.report().frames == 1
+
+
+def test_an_interrupt_while_compiling_leaves_the_model_eager() -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    model, twin = built(Stack), built(Stack)
+    handle = compile_in_place(model, backend=backend, measure=False)
+    with (
+        pytest.warns(GraphWarning, match=r"compiling was interrupted \(KeyboardInterrupt\)"),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        train(model)
+    twin.load_state_dict(model.state_dict())
+    assert train(model) == train(twin)
+    assert handle.report().reason == "compiling was interrupted (KeyboardInterrupt)"

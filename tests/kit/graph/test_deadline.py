@@ -135,3 +135,35 @@ def test_finalizers_are_not_interrupted() -> None:
     Dies()
     seen.append(deadline._heeds(sys._getframe()))
     assert seen == [False, True]
+
+
+def test_what_is_interrupted_does_not_go_on_beside_the_caller() -> None:
+    ended = threading.Event()
+
+    def works() -> None:
+        try:
+            for _ in range(2000):
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    def interrupted(_: object = None) -> bool:
+        raise KeyboardInterrupt
+
+    job_of = deadline._Job
+
+    class Job(job_of):  # type: ignore[misc, valid-type]
+        def __init__(self, function: object) -> None:
+            super().__init__(function)
+            event, waits = self.done, [interrupted]
+            real = event.wait
+            event.wait = lambda timeout=None: (waits.pop() if waits else real)(timeout)  # type: ignore[method-assign]
+
+    deadline._Job = Job  # type: ignore[misc]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Within(30.0).run(works)
+    finally:
+        deadline._Job = job_of  # type: ignore[misc]
+    assert ended.wait(5.0)
+    assert Within(5.0).run(lambda: 1) == 1

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import copy
 import threading
 import time
+import warnings
 from collections import namedtuple
 from typing import Any
 
@@ -132,3 +134,27 @@ def test_what_workers_waited_for_slots_is_kept() -> None:
     pool.unpack(into([torch.ones(2)]))
     dropping.join()
     assert 0.05 < pool.counts.slot_wait_s < 4
+
+
+def test_a_slot_may_be_waited_for_without_an_end() -> None:
+    pool = PinnedPool(4096, 1)
+    collate = collate_into(pool, wait_s=float("inf"))
+    held = [collate([torch.ones(2)])]
+    threading.Timer(0.2, held.clear).start()
+    assert isinstance(collate([torch.ones(2)]), Packed)
+
+
+def test_nested_tensors_are_not_placed() -> None:
+    with warnings.catch_warnings():  # strided nested tensors are a prototype, says torch
+        warnings.simplefilter("ignore")
+        nested = torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)])
+    pool = PinnedPool(4096, 2)
+    batch = pool.unpack(collate_into(pool, lambda samples: samples[0])([nested]))
+    assert batch is nested
+    assert slot_bytes_for(nested) == 1
+
+
+def test_a_copy_of_a_loader_collates_into_the_same_pool() -> None:
+    collate = collate_into(PinnedPool(4096, 2))
+    assert copy.deepcopy(collate).pool is collate.pool
+    assert copy.copy(collate.pool) is collate.pool

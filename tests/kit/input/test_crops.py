@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +143,26 @@ def test_a_whole_image_at_its_own_size_is_left_as_it_is() -> None:
     crop = RandomResizedCropBatch((9, 11), scale=(1.0, 1.0), ratio=(11 / 9, 11 / 9), flip_p=0.0)
     assert torch.allclose(crop(image)[0], image[0].float(), atol=1e-4)
     assert math.isclose(float(crop(image).mean()), float(image[0].float().mean()), rel_tol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        [],
+        "images",
+        [None],
+        torch.zeros(3, 8, 8, dtype=torch.uint8),  # one image, which is no batch
+        torch.zeros(2, 3, 8, 8),
+        [torch.zeros(3, 8, 8, dtype=torch.uint8), torch.zeros(1, 8, 8, dtype=torch.uint8)],
+        [torch.zeros(3, 8, 8, dtype=torch.uint8), torch.zeros(3, 8, 8)],
+        [torch.zeros(3, 0, 8, dtype=torch.uint8)],
+    ],
+)
+def test_what_are_no_images_is_told_and_not_broadcast(images: Any) -> None:
+    with pytest.raises(InputError, match="uint8 images are meant"):
+        RandomResizedCropBatch(4)(images)
+
+
+def test_a_seed_is_a_number() -> None:
+    with pytest.raises(InputError, match="seed='x'"):
+        RandomResizedCropBatch(4, seed="x")  # type: ignore[arg-type]

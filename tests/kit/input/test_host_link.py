@@ -139,3 +139,29 @@ def test_marks_are_seconds_and_there_is_no_stream(judge: Judge) -> None:
     assert link.span_s(1.0, 3.5) == 2.5
     assert link.mark() <= link.mark()
     assert link.streams() == []
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        torch.nn.Parameter(torch.ones(3)),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.ones(3, requires_grad=True) * 2,
+    ],
+)
+def test_what_a_worker_did_not_place_is_not_held_against_its_checksum(
+    judge: Judge, odd: torch.Tensor
+) -> None:
+    pool = PinnedPool(4096, 2, checksums=True)
+    link = HostLink(pool, [], judge)
+    item = collate_into(pool, lambda samples: samples[0])([(odd, torch.ones(5))])
+    link.hand_over(link.send(item, 0), 0)
+    link.finish()
+    assert judge.checked == 2
+    assert judge.found == []
+
+
+def test_tensors_without_memory_are_not_summed(judge: Judge) -> None:
+    link = HostLink(None, [], judge)
+    link.hand_over(link.send((torch.ones(2, device="meta"), torch.ones(2)), 0), 0)
+    assert judge.found == []

@@ -122,3 +122,18 @@ def test_a_prefetcher_decodes(thread: bool) -> None:
     loader = [collate_jpegs([(bytes([k, k]), k)]) for k in range(4)]
     got = list(Prefetcher(loader, "cpu", thread=thread))
     assert [int(images[0][0, 0, 0]) for images, _ in got] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        ([], "are meant"),
+        ([b"ab"], "are meant"),
+        ([(b"ab", 1), (b"ab",)], "2, 1 parts"),
+        ([(b"ab", 1), (b"", 1)], "file 1 of the batch: it is empty"),
+        ([(3, 1)], "file 0 of the batch: int"),
+    ],
+)
+def test_samples_that_are_no_files_are_told(samples: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        collate_jpegs(samples)

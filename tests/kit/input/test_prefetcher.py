@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -535,3 +537,82 @@ def test_a_batch_that_the_loader_writes_again_too_early_is_found_with_its_step()
     with pytest.raises(ConsistencyError, match=r"step \d+, buffer -1: overwritten"):  # noqa: PT012
         for _ in batches:
             time.sleep(0.002)
+
+
+def test_a_child_forked_in_the_middle_is_told_that_nobody_reads_there() -> None:
+    code = """
+import os, sys, time
+from flopwise.errors import InputError
+from flopwise.kit.input import Prefetcher
+batches = Prefetcher(list(range(20)), "cpu", depth=2)
+loop = iter(batches)
+next(loop), next(loop)
+time.sleep(0.2)
+child = os.fork()
+if child == 0:
+    try:
+        list(loop)
+    except InputError as error:
+        os._exit(7 if "forked" in str(error) and len(list(batches)) == 20 else 1)
+    os._exit(2)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert len(list(loop)) == 18
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
+
+
+def test_a_batch_asked_for_inside_of_held_is_told() -> None:
+    batches = Prefetcher(list(range(30)), "cpu", depth=2)
+    loop = iter(batches)
+    next(loop)
+    with batches.held(), pytest.raises(InputError, match=r"inside of held\(\)"):
+        list(loop)
+    assert list(batches) == list(range(30))
+
+
+@pytest.mark.parametrize("consistency", [False, "report"])
+def test_copies_and_pickles_of_an_open_one_are_new_and_leave_it_alone(consistency: Any) -> None:
+    batches = Prefetcher(list(range(9)), "cpu", consistency=consistency)
+    loop = iter(batches)
+    next(loop)
+    for twin in (
+        copy.copy(batches),
+        copy.deepcopy(batches),
+        pickle.loads(pickle.dumps(batches)),
+    ):
+        assert list(twin) == list(range(9))
+    assert list(loop) == list(range(1, 9))
+
+
+def test_closing_in_the_loop_is_told() -> None:
+    batches = Prefetcher(list(range(9)), "cpu")
+    loop = iter(batches)
+    next(loop)
+    batches.close()
+    with pytest.raises(InputError, match="or it was closed"):
+        next(loop)
+
+
+def test_what_an_iterator_loses_is_said() -> None:
+    batches = Prefetcher(iter(range(20)), "cpu", depth=3)
+    for k in batches:
+        if k == 4:
+            time.sleep(0.2)
+            break
+    with pytest.warns(FlopwiseWarning, match="3 batches of a range_iterator had been read ahead"):
+        assert list(batches) == list(range(8, 20))
+
+
+def test_two_in_one_iterator_are_refused_until_the_first_is_closed() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(40)), 4, num_workers=1, persistent_workers=True)
+    first, second = Prefetcher(loader, "cpu"), Prefetcher(loader, "cpu")
+    loop = iter(first)
+    next(loop)
+    with pytest.raises(InputError, match="another Prefetcher is reading this DataLoader"):
+        next(iter(second))
+    first.close()
+    assert [int(x[0]) for (x,) in second] == list(range(0, 40, 4))
+    with pytest.raises(InputError, match="another Prefetcher is reading this generator"):
+        list(
+            zip(*[Prefetcher(shared, "cpu") for shared in [(k for k in range(9))] * 2], strict=True)
+        )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flopwise.errors import FlopwiseWarning
+from flopwise.errors import FlopwiseWarning, InputError
 from flopwise.kit.input.reader import InThread, InTurn, Snapshot
 from flopwise.kit.input.sent import Times
 
@@ -171,7 +171,7 @@ def test_the_loops_way_of_recording_gradients_is_the_readers() -> None:
 def test_stopping_from_within_or_twice_or_before_the_start_is_fine() -> None:
     reader = InThread(iter(range(3)), Link(), 1)  # type: ignore[arg-type]
     assert reader.stop() == []
-    with pytest.raises(StopIteration):
+    with pytest.raises(InputError, match="was closed"):  # not the loader's end
         reader.take()
     reader = InThread(iter(range(9)), Link(), 1)  # type: ignore[arg-type]
     reader.take()
@@ -193,3 +193,28 @@ def test_what_is_waited_for_is_kept(kind: Any) -> None:
         kind is InThread
     )  # the loop that reads itself waits in the loader
     assert times.copies_s == times.steps_s == 0
+
+
+def test_a_loop_that_another_thread_closes_is_told_and_does_not_see_an_end() -> None:
+    def slow() -> Any:
+        for k in range(50):
+            time.sleep(0.05)
+            yield k
+
+    reader = InThread(slow(), Link(), 1)
+    reader.take()
+    closer = threading.Timer(0.12, reader.stop)
+    closer.start()
+    with pytest.raises(InputError, match="was closed"):
+        drain(reader)
+    closer.join()
+
+
+@pytest.mark.parametrize("kind", [InThread, InTurn])
+def test_a_batch_that_holds_itself_is_told(kind: Any) -> None:
+    class Deep(Link):
+        def send(self, item: Any, number: int) -> Any:
+            return self.send(item, number)
+
+    with pytest.raises(InputError, match="holds itself, or is nested too deeply"):
+        kind(iter([1]), Deep(), 1).take()

@@ -191,3 +191,28 @@ def test_an_order_drawn_after_other_numbers_is_not_taken_up_with_workers() -> No
     again.load_state_dict(batches.state_dict())
     with pytest.raises(InputError, match="take it up with num_workers=0"):
         iter(again)
+
+
+def test_a_loader_of_another_order_is_told() -> None:
+    state = resume.state_of(0, 2, resume.EpochStart(DataLoader(DATA, 2, shuffle=True)), None)
+    with pytest.raises(InputError, match="a RandomSampler draws, here a SequentialSampler does"):
+        resume.begin(DataLoader(DATA, 2), state)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"main_generator": 3, "generators": []},
+        {"main_generator": torch.zeros(3, dtype=torch.uint8), "generators": []},
+        {"main_generator": torch.get_rng_state(), "generators": None},
+        {"main_generator": torch.get_rng_state(), "generators": [1]},
+    ],
+)
+def test_a_damaged_state_is_told(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="not the state of a Prefetcher"):
+        resume.checked({"version": 1, "epoch": 0, "batches": 1, **wrong})
+
+
+def test_a_state_of_a_loader_with_its_own_is_not_for_one_without() -> None:
+    with pytest.raises(InputError, match="a list has none"):
+        resume.begin([1, 2], resume.state_of(0, 1, None, {"place": 1}))

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flopwise.kit.memory.arguments import ArgumentError
 from flopwise.kit.memory.copied_pages import PackedStrings, copied_objects
 
 
@@ -83,3 +84,16 @@ class TestPackedStrings:
 
     def test_a_pickle(self) -> None:
         assert list(pickle.loads(pickle.dumps(PackedStrings(["a", "", "é"])))) == ["a", "", "é"]
+
+
+def test_names_of_files_that_are_no_text_come_back() -> None:
+    names = [b"caf\xe9.jpg".decode(errors="surrogateescape"), "a"]
+    packed = PackedStrings(names)
+    assert list(packed) == names
+    assert packed[0].encode(errors="surrogateescape") == b"caf\xe9.jpg"
+
+
+@pytest.mark.parametrize("texts", [["a", None], b"ab"])
+def test_what_is_no_text_is_told(texts: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"PackedStrings: text . is a (NoneType|int)"):
+        PackedStrings(texts)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -124,3 +125,17 @@ def test_a_checkpoint_is_not_computed_again_by_looking(layer: nn.Linear) -> None
     assert len(runs) == 20
     assert [f.name for f in watch.found] == ["running"]
     assert watch.found[0].bytes_per_step == 0  # what the checkpoint itself keeps is not seen
+
+
+def test_an_object_that_refuses_to_be_looked_at_is_passed_over(layer: nn.Linear) -> None:
+    class Here:
+        pass
+
+    here = Here()
+    gone, losses, watch = weakref.proxy(here), [], HistoryWatch()
+    del here
+    for _ in range(20):
+        losses.append(layer(torch.ones(1, layer.in_features)).sum())
+        watch.step()
+    assert watch.found[0].name == "losses[...]"
+    del gone

@@ -247,3 +247,13 @@ def test_a_models_named_arguments_are_passed_on() -> None:
     came_in = find_nonfinite(model, x, labels=x / 0)
     assert came_in is not None
     assert (came_in.phase, came_in.value) == ("input", "inf")
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_are_looked_into(layout: torch.layout) -> None:
+    eye = torch.eye(2).to_sparse(layout=layout)
+    assert find_nonfinite(lambda: (eye * 2.0).to_dense().sum()) is None
+    found = find_nonfinite(lambda: (eye * float("nan")).to_dense().sum())
+    assert found is not None
+    assert found.value == "NaN"

@@ -15,10 +15,9 @@ from flopwise.fixes.compile_settings import (
 )
 from flopwise.fixes.compiling import Compiling
 from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene, cores_of_this_rank
-from flopwise.fixes.slot import forward_problem, inner
+from flopwise.fixes.slot import forward_problem, inner, script_compiles
 from flopwise.fixes.time_limit import alarm_problem
 from flopwise.kit.compiler import compiler_problem
-from flopwise.meter.found import compiled_parts
 
 
 class CompileModel(Fix):
@@ -66,7 +65,7 @@ class CompileModel(Fix):
 
     def check(self, scene: Scene) -> Eligible | Declined:
         """Returns whether compiling may be tried."""
-        if scene.facts.compiles or any(compiled_parts(root) for root in scene.roots):
+        if scene.facts.compiles or any(script_compiles(root) for root in scene.roots):
             return Declined("the script compiles its model itself")
         reason = (
             forward_problem(scene, "ours")

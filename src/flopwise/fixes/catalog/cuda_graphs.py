@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from flopwise.fixes.compile_settings import Surroundings, given_deadline_s, time_problem
 from flopwise.fixes.compiling import Compiling
 from flopwise.fixes.interface import Applied, Declined, Eligible, Fix, Scene
-from flopwise.fixes.slot import GRAPHED, Call, Slot, forward_problem, inner
+from flopwise.fixes.slot import GRAPHED, Call, Slot, forward_problem, inner, script_compiles
 from flopwise.fixes.time_limit import alarm_problem
 from flopwise.kit.compiler import compiler_problem
-from flopwise.meter.found import compiled_parts
 from flopwise.meter.kept import kept_module, kept_rng
 from flopwise.meter.replay import Replay, Snapshot
 
@@ -78,7 +77,7 @@ class CudaGraphs(Fix):
             return Declined(
                 "DistributedDataParallel sends gradients from hooks, which no graph would hold"
             )
-        if scene.facts.compiles or any(compiled_parts(root) for root in scene.roots):
+        if scene.facts.compiles or any(script_compiles(root) for root in scene.roots):
             return Declined("the script compiles its model itself")
         reason = (
             forward_problem(scene, "ours")

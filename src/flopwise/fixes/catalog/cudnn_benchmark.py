@@ -39,7 +39,8 @@ class CudnnBenchmark(Fix):
     Sets `torch.backends.cudnn.benchmark`, with which cuDNN times its algorithms at the first call of each
     convolution's shape. What a thread has chosen for a shape, with or without the search, it keeps for good; so the
     two are compared on copies of a step in threads of their own, and it is declined there where the step is not
-    faster. In a running process it acts on shapes that are new; a plan sets it before the script builds anything.
+    faster. In a running process it acts on shapes that are new; a plan sets it before the script builds anything, and
+    so do the fresh processes in which it is compared.
 
     Why it helps:
     cuDNN's own guess is good for common shapes, less so for depthwise and unusual ones. On an H200 it gained 0.7 % of
@@ -58,6 +59,7 @@ class CudnnBenchmark(Fix):
     code = "FW114"
     name = "cudnn-benchmark"
     causes = ("convolution-algorithm",)
+    in_processes = True
     numerics = "reordered"
 
     def check(self, scene: Scene) -> Eligible | Declined:

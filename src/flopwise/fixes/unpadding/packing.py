@@ -17,6 +17,7 @@ from flopwise.fixes.unpadding.attention import (
     interface_problem,
 )
 from flopwise.fixes.unpadding.calls import Names
+from flopwise.fixes.unpadding.groups import Row, on_device
 from flopwise.fixes.unpadding.padding import IGNORED, Padding
 from flopwise.fixes.unpadding.restored import Shape, scattered
 
@@ -111,7 +112,7 @@ def row_length(padding: Padding, compiled: bool) -> int:
 class Packed:
     """A call with all tokens of a batch in one row, each sequence with positions of its own.
 
-    The filler at the end is a sequence of its own without labels.
+    The filler at the end is a sequence of its own without labels. A `row` gives the length, and how many ends it has.
     """
 
     def __init__(
@@ -123,11 +124,13 @@ class Packed:
         shifted: bool,
         caches: bool,
         positions: Callable[[torch.Tensor], torch.Tensor] | None,
+        row: Row | None = None,
     ) -> None:
         if min(padding.lengths) == 0:
             raise Unfit("a sequence of the batch has no token")
-        self._padding = padding
-        self.positions = row_length(padding, compiled)  # that it computes
+        self._padding, self._fixed = padding, row
+        #: Positions that it computes.
+        self.positions = row.length if row is not None else row_length(padding, compiled)
         ids, mask = named["input_ids"], named["attention_mask"]
         held = mask.reshape(-1) != 0
         self._places = torch.nonzero_static(held, size=padding.tokens).squeeze(1)
@@ -159,6 +162,8 @@ class Packed:
         return flat.index_select(0, self._taken)[None]
 
     def _counted(self, mask: torch.Tensor) -> torch.Tensor:
+        if self._fixed is not None:
+            return on_device(self._fixed.ends(self._padding.lengths), torch.int32, mask.device)
         ends = F.pad((mask != 0).sum(1).cumsum(0), (1, 0))
         if self.positions > self._padding.tokens:
             ends = F.pad(ends, (0, 1), value=self.positions)
@@ -189,6 +194,12 @@ class Packed:
     def _segments(self, on_host: bool, compiled: bool) -> Segments:
         padding, filler = self._padding, self.positions - self._padding.tokens
         lengths = [*padding.lengths, filler] if filler else list(padding.lengths)
+        if self._fixed is not None:
+            if on_host and compiled and self.positions > MOST_MASKED:
+                raise Unfit(f"a mask for {self.positions} positions is too large")
+            parts = self._fixed.lengths(padding.lengths)
+            ends = self._ends if compiled else self._ends[: len(parts) + 1]  # no empty sequences
+            return Segments(ends, self._fixed.width, parts)
         if not compiled:
             return Segments(self._ends, max(lengths), lengths)
         if on_host and self.positions > MOST_MASKED:

@@ -14,6 +14,7 @@ from flopwise.fixes.unpadding import attention
 from flopwise.fixes.unpadding.attention import Unfit
 from flopwise.fixes.unpadding.calls import Names, unknown
 from flopwise.fixes.unpadding.cropping import Cropped
+from flopwise.fixes.unpadding.groups import Row, current
 from flopwise.fixes.unpadding.host_copies import HostCopies
 from flopwise.fixes.unpadding.packing import Packed, own_positions, shifts
 from flopwise.fixes.unpadding.padding import Padding, look, mask_problem
@@ -114,14 +115,19 @@ class Part:
         by_position = isinstance(labels, torch.Tensor) and labels.shape == ids.shape
         if self._owner.mode == PACKED and not by_position:
             return "the loss is computed outside of the model, or not by position"
-        padding = self._look(mask, labels if by_position else None)
+        group = current(ids) if self._owner.mode == PACKED else None
+        padding = (
+            group.padding
+            if group is not None
+            else self._look(mask, labels if by_position else None)
+        )
         if not padding.plain:
             return "its mask holds other numbers than 0 and 1"
         if not padding.ignored:
             return "positions without a token have labels that count"
         if self._owner.mode == PACKED and self._shifted and not padding.right:
             return "its sequences are padded on the left, or have gaps"
-        short = self._cut(named, padding)
+        short = self._cut(named, padding, group.row if group is not None else None)
         if short.positions >= padding.positions:
             return f"{padding.tokens} of {padding.positions} positions hold a token"
         self._count(padding, short)
@@ -140,7 +146,7 @@ class Part:
         self._owner.tally.read += not is_replaying()  # copies of a batch: nobody minds waiting
         return look(mask, labels)
 
-    def _cut(self, named: Mapping[str, Any], padding: Padding) -> Packed | Cropped:
+    def _cut(self, named: Mapping[str, Any], padding: Padding, row: Row | None) -> Packed | Cropped:
         if self._owner.mode == CROPPED:
             return Cropped(named, padding)
         return Packed(
@@ -150,6 +156,7 @@ class Part:
             shifted=self._shifted,
             caches="use_cache" in self._names.known,
             positions=self._positions,
+            row=row,
         )
 
     def _compiles(self) -> bool:

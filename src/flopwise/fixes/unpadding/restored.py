@@ -6,7 +6,7 @@ long as nobody reads them, a class that restores them on reading. `isinstance`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +75,40 @@ class Restoring:
         vars(outputs)[_TODO] = shape
         object.__setattr__(outputs, "__class__", self._kinds[key])
         return outputs
+
+
+class Later(Shape):
+    """How outputs are made that were not computed: by the name that stands in their place, when they are read."""
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        super().__init__(0, 0, lambda tensor: tensor)
+        self._make = make
+
+    def concerns(self, tree: Any) -> bool:
+        """Whether a name stands in the place of an output."""
+        return isinstance(tree, _Name)
+
+    def restored(self, tree: Any) -> Any:
+        """Returns the output that a name stands for."""
+        return self._make(str(tree)) if isinstance(tree, _Name) else tree
+
+
+class _Name(str):
+    __slots__ = ()
+
+
+def plain_kind(outputs: Any) -> Any:
+    """Returns the class that outputs have once everything was restored."""
+    kind = type(outputs)
+    return kind.__bases__[1] if _TODO in vars(outputs) else kind
+
+
+def named(kind: Any, known: Mapping[str, Any], others: Iterable[str]) -> Any:
+    """Returns outputs of a class that hold what is known, and the names of the others in their place."""
+    made = kind(**known)
+    for name in others:
+        made[name] = _Name(name)
+    return made
 
 
 class _Unregistered:

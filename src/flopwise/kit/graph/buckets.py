@@ -35,7 +35,11 @@ def suggest_buckets(
     counts: dict[int, int] = {}
     pairs = sizes.items() if isinstance(sizes, Mapping) else ((size, 1) for size in sizes)
     for size, times in pairs:
-        if int(size) != size or times < 0:
+        try:
+            fits = int(size) == size and times >= 0
+        except (TypeError, ValueError, OverflowError):
+            fits = False
+        if not fits:
             raise GraphError(f"size {size!r}, seen {times!r} times: both are whole numbers")
         counts[int(size)] = counts.get(int(size), 0) + times
     if not counts or min(counts) < 1:

@@ -202,6 +202,9 @@ class Compiled:
             return f"compilation {overdue}, continuing eager"
         except Exception as error:
             return f"compiling failed ({type(error).__name__}: {_first_line(error)})"
+        except BaseException as error:  # Ctrl-C: what is half compiled is nobody's to use
+            self._stop(kind, f"compiling was interrupted ({type(error).__name__})")
+            raise
         finally:
             self._busy = False
         return None

@@ -124,20 +124,27 @@ class Within:
         job, helper = _Job(function), _helper()
         started = time.monotonic()
         helper.start(job)
-        job.done.wait(self.left_s)
+        try:
+            job.done.wait(self.left_s)
+        except BaseException:  # Ctrl-C: nothing of it goes on beside what the caller does next
+            self._stop(job, helper, others)
+            raise
         spent_s = time.monotonic() - started
         self.left_s -= spent_s
         if not job.done.is_set():
-            threading.Thread(
-                target=_stop, args=(job, helper, others), name="flopwise-stop", daemon=True
-            ).start()
-            # What can be stopped is: nothing of it runs beside the caller's next step.
-            job.done.wait(GRACE_S)
+            self._stop(job, helper, others)
             raise Overdue(f"abandoned after {spent_s:.0f} s")
         if job.errors:
             raise job.errors[0]
         result: T = job.results[0]
         return result
+
+    def _stop(self, job: _Job, helper: _Helper, others: Iterable[int]) -> None:
+        """Has the job stopped, and waits a little: what can be stopped does not run beside the caller's next step."""
+        threading.Thread(
+            target=_stop, args=(job, helper, others), name="flopwise-stop", daemon=True
+        ).start()
+        job.done.wait(GRACE_S)
 
 
 def _stop(job: _Job, helper: _Helper, others: Iterable[int]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from flopwise.errors import InputError
-from flopwise.kit.input.arguments import is_count, real
+from flopwise.kit.input.arguments import is_count, real, whole
 from flopwise.kit.input.normalize import Normalize
 
 #: Tries at a crop that fits before the middle is taken. Source: torchvision RandomResizedCrop.get_params.
@@ -82,6 +82,7 @@ class RandomResizedCropBatch:
             raise InputError(f"normalize={normalize!r}: a Normalize or None is meant")
         self.scale, self.ratio, self.flip_p = scale, ratio, flip_p
         self.normalize = normalize
+        seed = whole("seed", seed, -(2**63), "a whole number is meant")
         self.generator = torch.Generator("cpu").manual_seed(seed)
 
     def __call__(self, images: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
@@ -89,7 +90,11 @@ class RandomResizedCropBatch:
 
         Args:
             images: uint8, (C, H, W) each and of any size, or one tensor (N, C, H, W).
+
+        Raises:
+            InputError: they are something else.
         """
+        _check_images(images)
         sizes = torch.tensor([image.shape[-2:] for image in images], device="cpu")
         return self.apply(images, self.draw(sizes))
 
@@ -174,6 +179,25 @@ def resize_weights(
     weights = (1 - ((at + 0.5 - centre) / scale.clamp(min=1)).abs()).clamp(min=0)
     weights = weights * ((at >= 0) & (at < length))
     return (weights / weights.sum(-1, keepdim=True)).float()
+
+
+def _check_images(images: Any) -> None:
+    """Refuses what would be broadcast or cast to something else than images."""
+    meant = "uint8 images are meant, (C, H, W) each with one C and no side of 0, or one tensor (N, C, H, W)"
+    one = isinstance(images, torch.Tensor)
+    rows = [images] if one else images
+    if not one and not (isinstance(images, (list, tuple)) and images):
+        raise InputError(f"RandomResizedCropBatch: {type(images).__name__}: {meant}")
+    for row in rows:
+        if not isinstance(row, torch.Tensor):
+            raise InputError(
+                f"RandomResizedCropBatch: a {type(row).__name__} in the batch: {meant}"
+            )
+        fits = row.dtype == torch.uint8 and row.dim() == 3 + one and row.numel()
+        if not fits or row.shape[-3] != rows[0].shape[-3]:
+            raise InputError(
+                f"RandomResizedCropBatch: {row.dtype} of shape {tuple(row.shape)}: {meant}"
+            )
 
 
 def _is_pair(value: Any) -> bool:

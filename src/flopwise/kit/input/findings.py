@@ -51,7 +51,7 @@ class Judge:
     def __init__(self, raising: bool) -> None:
         self.found: list[Inconsistency] = []
         self.checked = 0  # comparisons made
-        self._raising = raising
+        self.raising = raising
         self._recent: deque[Stamp] = deque(maxlen=REMEMBERED)
         self._seen: deque[int] = deque(maxlen=REMEMBERED)
         self._raised = 0
@@ -101,7 +101,7 @@ class Judge:
         """
         new = self.found[self._raised :]
         self._raised = len(self.found)
-        if new and self._raising:
+        if new and self.raising:
             more = "" if len(new) == 1 else f" (and {len(new) - 1} more)"
             raise ConsistencyError(
                 f"{new[0]}{more}. The results of this step and later ones are not to be trusted"

@@ -10,6 +10,7 @@ import torch
 
 from flopwise.kit.input.checksum import host_checksum
 from flopwise.kit.input.findings import Judge, Stamp
+from flopwise.kit.input.layout import Placed
 from flopwise.kit.input.packed import Packed
 from flopwise.kit.input.pool import PinnedPool
 from flopwise.kit.input.sent import Sent
@@ -49,6 +50,10 @@ class HostLink:
         checksum, header = None, None
         if isinstance(item, Packed):
             sent.buffer, checksum, header = item.slot, item.checksum, item.header()
+            # The worker added up what it put into the slot; views of gradients, parameters and the like are not there.
+            leaves = tensors_in(item.tree, (Placed, torch.Tensor))
+            both = zip(leaves, tensors_in(sent.batch), strict=True)
+            raw = [t for leaf, t in both if isinstance(leaf, Placed)]
         if checksum is None:
             checksum = host_checksum(raw)
         stamp = Stamp(sent.number, time.time_ns(), checksum)
@@ -108,7 +113,12 @@ class HostLink:
 
 def _is_summed(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor's elements are its bytes."""
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+        and not tensor.is_meta
+    )
 
 
 def _found(sent: Sent, wanted: Stamp) -> tuple[Stamp, int]:

@@ -89,12 +89,29 @@ class JpegBatch:
 
 
 def collate_jpegs(samples: Sequence[Sequence[Any]]) -> list[Any]:
-    """Returns [JpegBatch, labels, ...] of samples (bytes of a file, label, ...): only bytes leave the worker."""
+    """Returns [JpegBatch, labels, ...] of samples (bytes of a file, label, ...): only bytes leave the worker.
+
+    Raises:
+        InputError: the samples are something else, or a file is empty.
+    """
+    if not samples or any(not isinstance(s, (list, tuple)) or not s for s in samples):
+        raise InputError("collate_jpegs: samples of (bytes of a file, label, ...) are meant")
+    if len({len(s) for s in samples}) > 1:
+        raise InputError(
+            f"collate_jpegs: samples have {', '.join(str(len(s)) for s in samples)} parts: all are to have as many"
+        )
     first, *rest = zip(*samples, strict=True)
-    files = [
-        file
-        if isinstance(file, torch.Tensor)
-        else torch.frombuffer(bytearray(file), dtype=torch.uint8)
-        for file in first
-    ]
+    files = [_bytes_of(file, k) for k, file in enumerate(first)]
     return [JpegBatch(files), *(default_collate(list(column)) for column in rest)]
+
+
+def _bytes_of(file: Any, index: int) -> torch.Tensor:
+    """Returns a file's bytes as a tensor."""
+    if isinstance(file, torch.Tensor) and file.dtype == torch.uint8 and file.numel():
+        return file
+    if isinstance(file, (bytes, bytearray, memoryview)) and len(file):
+        return torch.frombuffer(bytearray(file), dtype=torch.uint8)
+    said = "it is empty" if hasattr(file, "__len__") and not len(file) else type(file).__name__
+    raise InputError(
+        f"collate_jpegs: file {index} of the batch: {said}; its bytes are meant, or a uint8 tensor"
+    )

@@ -81,6 +81,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
         and not tensor.is_quantized
+        and not tensor.is_nested  # its layout is strided, too
         and not tensor.is_conj()
         and not tensor.is_neg()
     )

@@ -212,6 +212,13 @@ class PinnedPool:
         self._table.close()
         self._block.close()
 
+    def __copy__(self) -> PinnedPool:
+        """Returns this pool: a copy of a loader collates into the same memory."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PinnedPool:
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
         """Returns what a spawned worker needs; page-locking and batches in use stay with the parent."""
         kept = (

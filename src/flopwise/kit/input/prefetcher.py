@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from types import GeneratorType
 from typing import Any
 
 import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flopwise.errors import InputError
 from flopwise.kit.input import resume
@@ -21,12 +24,16 @@ from flopwise.kit.input.findings import Inconsistency, Judge
 from flopwise.kit.input.host_link import HostLink
 from flopwise.kit.input.links import changes_of, device_of, mover, on_device, pool_of
 from flopwise.kit.input.normalize import as_normalize
+from flopwise.kit.input.notices import say_once
 from flopwise.kit.input.pool import PinnedPool
 from flopwise.kit.input.reader import InThread, InTurn, Reader, Snapshot
 from flopwise.kit.input.sent import Counts, Times
 
 #: Steps whose waits are kept until they are asked for.
 MOST_MARKS = 1 << 16
+#: What this process reads; a set that several threads add to and look through.
+_READERS: weakref.WeakSet[Reader] = weakref.WeakSet()
+_readers_lock = threading.Lock()
 
 
 class Prefetcher:
@@ -104,6 +111,7 @@ class Prefetcher:
         self._start: resume.EpochStart | None = None
         self._inner: Any = None
         self._resume: dict[str, Any] | None = None
+        self._lost = 0  # batches that were read ahead when a loop was left
         _at_exit(self)
 
     # ------------------------------------------------------------------ iterating
@@ -116,6 +124,13 @@ class Prefetcher:
         return self._batches(self._begin())
 
     def _begin(self) -> Reader:
+        _refuse_if_read(self.loader)
+        lost, self._lost = self._lost, 0
+        if lost and isinstance(self.loader, Iterator):
+            say_once(
+                f"{lost} batches of a {type(self.loader).__name__} had been read ahead when the loop was left: an iterator "
+                "does not give them again. Iterate a loader, or do not leave the loop"
+            )
         state, self._resume, self._inner = self._resume, None, None
         begun = resume.begin(self.loader, state)
         self._start, self._handed, self._place = begun.start, begun.handed, 0
@@ -126,6 +141,8 @@ class Prefetcher:
         kind = InThread if self._thread else InTurn
         state_of = resume.own_state(self.loader)
         self._reader = kind(begun.batches, self._link, self.depth, state_of, self.times)
+        with _readers_lock:
+            _READERS.add(self._reader)
         return self._reader
 
     def _batches(self, reader: Reader) -> Iterator[Any]:
@@ -134,7 +151,9 @@ class Prefetcher:
                 self._start.asked(self.loader)
             while True:
                 if reader is not self._reader:
-                    raise InputError("another iteration of the same Prefetcher was begun")
+                    raise InputError(
+                        "another iteration of the same Prefetcher was begun, or it was closed, while this loop was in it"
+                    )
                 begun = self._link.mark() if self._measure_wait else None
                 try:
                     taken = reader.take()
@@ -205,8 +224,16 @@ class Prefetcher:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Sends nothing while the block runs: for capturing a CUDA graph, which another thread's calls would break."""
-        with self._reader.sending if self._reader is not None else nullcontext():
-            yield
+        reader = self._reader
+        with reader.sending if reader is not None else nullcontext():
+            if reader is None:
+                yield
+                return
+            before, reader.held_by = reader.held_by, threading.get_ident()
+            try:
+                yield
+            finally:
+                reader.held_by = before
 
     # ------------------------------------------------------------------ state
 
@@ -241,9 +268,25 @@ class Prefetcher:
         reader, self._reader = self._reader, None
         if reader is None:
             return
-        for snapshot in reader.stop():
+        left = reader.stop()
+        self._lost += len(left)
+        for snapshot in left:
             self._link.drop(snapshot.sent)
         self._link.leave()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy or a pickle takes along: the settings and the place, not what is open."""
+        state = {**self.__dict__, "_reader": None, "_link": None, "_lost": 0}
+        state["_marks"] = deque(maxlen=MOST_MARKS)
+        if self.judge is not None:
+            state["judge"] = self.judge.raising
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if state["judge"] is not None:
+            self.judge = Judge(state["judge"])
+        _at_exit(self)
 
     def _new_link(self) -> HostLink | CudaLink:
         if self.device.type != "cuda":
@@ -260,6 +303,28 @@ class Prefetcher:
             break_fence=self._break_fence,
             times=self.times,
             streams=self._copy_streams,
+        )
+
+
+def _refuse_if_read(loader: Any) -> None:
+    """Refuses an iterator that another Prefetcher is reading: two threads in one iterator lose batches, or never end.
+
+    A loader whose workers persist has one iterator, which each `iter` begins anew.
+
+    Raises:
+        InputError: it is being read.
+    """
+    one = loader if isinstance(loader, (GeneratorType, _BaseDataLoaderIter)) else None
+    if getattr(loader, "persistent_workers", False):
+        one = getattr(loader, "_iterator", None)
+    if one is None:
+        return
+    with _readers_lock:
+        readers = list(_READERS)
+    if any(reader.reads(one) for reader in readers):
+        raise InputError(
+            f"another Prefetcher is reading this {type(loader).__name__}, which has one iterator only (persistent_workers, or a "
+            "generator): end or close() that one first, or make a loader for each"
         )
 
 

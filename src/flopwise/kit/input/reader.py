@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import deque
@@ -21,6 +22,8 @@ from flopwise.kit.nested import NotRebuiltError
 PATIENCE_S = 10.0
 #: The loop's thread looks for signals so often while it waits.
 SLICE_S = 0.1
+
+_CLOSED = "the Prefetcher was closed, or another iteration of it was begun, while this one asked for a batch"
 
 
 class Link(Protocol):
@@ -67,6 +70,7 @@ class Reader:
         self._stopped = False
         self._grad = torch.is_grad_enabled()  # the loop's mode; a thread begins with its own
         self.sending = threading.RLock()  # held while a batch is being sent
+        self.held_by: int | None = None  # the thread that lets nothing be sent meanwhile
 
     def _read(self) -> Snapshot | _End:
         """Returns the loader's next batch, sent on its way; what goes wrong is kept for its turn."""
@@ -86,7 +90,7 @@ class Reader:
         if (
             self._stopped
         ):  # a thread that was left behind inside the loader: nothing of it is sent any more
-            return _End()
+            return _End(InputError(_CLOSED))
         try:
             state = self._state_of() if self._state_of is not None else None
             # What is sent is made outside inference mode: buffers are written again in other modes.
@@ -96,6 +100,9 @@ class Reader:
             return _End(RuntimeError(f"a transform of the batch raised StopIteration({error})"))
         except NotRebuiltError as error:
             return _End(InputError(f"{error}; give it a .to(device), or hand over a tuple or dict"))
+        except RecursionError as error:
+            said = f"a batch holds itself, or is nested too deeply ({error}): a tree of tensors is meant"
+            return _End(InputError(said))
         except Exception as error:
             return _End(error)
         self._number += 1
@@ -109,6 +116,10 @@ class Reader:
         """Stops reading and returns the batches that nobody took."""
         raise NotImplementedError
 
+    def reads(self, iterator: Any) -> bool:
+        """Returns whether this very iterator is being read here, or a thread that was left behind is inside it."""
+        raise NotImplementedError
+
 
 class InTurn(Reader):
     """Reads in the loop's own thread, where the loop asks for a batch: at the same place of the program every time."""
@@ -119,6 +130,8 @@ class InTurn(Reader):
 
     def take(self) -> Snapshot:
         """Returns the next batch, after reading ahead as far as the depth allows."""
+        if self._stopped:
+            raise InputError(_CLOSED)
         while len(self._ready) < self._depth + 1 and not (
             self._ready and isinstance(self._ready[-1], _End)
         ):
@@ -134,7 +147,13 @@ class InTurn(Reader):
         left = [x for x in self._ready if isinstance(x, Snapshot)]
         self._ready.clear()
         self._iterator = iter(())
+        self._stopped = True
         return left
+
+    def reads(self, iterator: Any) -> bool:
+        """Returns whether this very iterator is being read here."""
+        ended = bool(self._ready) and isinstance(self._ready[-1], _End)
+        return self._iterator is iterator and not ended
 
 
 class InThread(Reader):
@@ -147,11 +166,14 @@ class InThread(Reader):
         self._thread: threading.Thread | None = None
         self._ended: _End | None = None
         self._started = False
+        self._process = os.getpid()
 
     def take(self) -> Snapshot:
         """Returns the next batch; waits for the reading thread if it is not there yet."""
         if self._ended is not None:
             raise self._ended.error or StopIteration
+        if self._stopped:
+            raise InputError(_CLOSED)
         if not self._started:
             self._started = True
             first = self._read()
@@ -173,6 +195,25 @@ class InThread(Reader):
                 read = self._ready.get(timeout=SLICE_S)
                 self._times.loop_s += time.perf_counter() - begun
                 return read
+            self._expect_one()
+
+    def _expect_one(self) -> None:
+        """Ends a wait in vain.
+
+        Raises:
+            InputError: nobody reads any more, or this thread itself keeps the batch from being sent.
+        """
+        if self._stopped:
+            raise InputError(_CLOSED)
+        if self._process != os.getpid():
+            raise InputError(
+                "this process was forked while batches were read ahead, and the thread that reads is its parent's: "
+                "begin another iteration here"
+            )
+        if self.held_by == threading.get_ident():
+            raise InputError(
+                "a batch was asked for inside of held(), where nothing is sent: ask for it before or after the block"
+            )
 
     def _start(self) -> None:
         for _ in range(self._depth):
@@ -197,14 +238,14 @@ class InThread(Reader):
     def stop(self) -> list[Snapshot]:
         """Stops the thread, waiting for the batch that it is reading, and returns the batches that nobody took."""
         self._stopped = self._started = True
-        self._ended = self._ended or _End()
         if self._thread is not None and self._thread is not threading.current_thread():
             with suppress(Empty):
                 while True:  # room that was not used yet: the thread is to see the stop first
                     self._room.get_nowait()
             self._room.put(False)
-            self._thread.join(PATIENCE_S)
-            if self._thread.is_alive():
+            held = self.held_by == threading.get_ident()  # it goes when the block is over
+            self._thread.join(0 if held else PATIENCE_S)
+            if self._thread.is_alive() and not held:
                 say_once(
                     f"the loader did not return a batch within {PATIENCE_S:g} s of the end of the loop: "
                     "the thread that waits for it is left behind"
@@ -215,3 +256,9 @@ class InThread(Reader):
             if isinstance(read, Snapshot):
                 left.append(read)
         return left
+
+    def reads(self, iterator: Any) -> bool:
+        """Returns whether this very iterator is being read here, or a thread that was left behind is inside it."""
+        alive = self._thread is not None and self._thread.is_alive()
+        begun = not self._stopped and self._ended is None
+        return self._iterator is iterator and (alive or begun)

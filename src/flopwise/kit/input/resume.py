@@ -46,7 +46,7 @@ class EpochStart:
     def __init__(self, loader: Any) -> None:
         self.main, *self.generators = _drawn(loader)
         self.again = _has_workers_already(loader)
-        self.form = _form(loader)
+        self.form, self.order = _form(loader), _order(loader)
         self.first: list[torch.Tensor] | None = None
         self._made: list[torch.Tensor] | None = None
 
@@ -97,6 +97,15 @@ def _form(loader: Any) -> str | None:
         return None
 
 
+def _order(loader: Any) -> str | None:
+    """Returns what a DataLoader's batches are drawn by; None for other loaders."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    return type(
+        loader.sampler if loader.batch_size is not None else loader.batch_sampler or loader.sampler
+    ).__name__
+
+
 class Begun:
     """A pass over a loader: its iterator, how many batches of the epoch came before, and how the epoch began."""
 
@@ -133,6 +142,8 @@ def state_of(epoch: int, batches: int, start: EpochStart | None, inner: Any) -> 
         state["again"] = start.again
         if start.form is not None:
             state["form"] = start.form
+        if start.order is not None:
+            state["order"] = start.order
         if start.first is not None:
             state["first"] = start.first
     return state
@@ -146,11 +157,26 @@ def checked(state: Any) -> dict[str, Any]:
     """
     fits = isinstance(state, dict) and state.get("version") == _VERSION
     fits = fits and all(is_count(state.get(key)) for key in ("epoch", "batches"))
-    if not fits or ("main_generator" in state) != ("generators" in state):
+    if fits and ("main_generator" in state or "generators" in state):
+        others = state.get("generators")
+        fits = _is_generator(state.get("main_generator"))
+        fits = fits and isinstance(others, list) and all(map(_is_generator, others))
+    if not fits:
         raise InputError(
             "this is not the state of a Prefetcher of this version; nothing was loaded"
         )
     return dict(state)
+
+
+def _is_generator(state: Any) -> bool:
+    """Returns whether this is the state of a generator on the host."""
+    if not isinstance(state, torch.Tensor):
+        return False
+    try:
+        torch.Generator("cpu").set_state(state)
+    except (RuntimeError, TypeError):
+        return False
+    return True
 
 
 def resumed(loader: Any, state: dict[str, Any]) -> Iterator[Any]:
@@ -163,6 +189,10 @@ def resumed(loader: Any, state: dict[str, Any]) -> Iterator[Any]:
         InputError: the loader ends before that place.
     """
     if "loader" in state:
+        if own_state(loader) is None:
+            raise InputError(
+                f"the state is of a loader with a state of its own, a {type(loader).__name__} has none; nothing was skipped"
+            )
         loader.load_state_dict(state["loader"])
         restored: Iterator[Any] = iter(loader)
         return restored
@@ -178,6 +208,12 @@ def resumed(loader: Any, state: dict[str, Any]) -> Iterator[Any]:
     if form != state.get("form", form):
         raise InputError(
             f"the state is of a loader with {state['form']}, this one has {form}: "
+            "its order would be another; nothing was skipped"
+        )
+    order = _order(loader)
+    if order != state.get("order", order):
+        raise InputError(
+            f"the state is of a loader whose batches a {state['order']} draws, here a {order} does: "
             "its order would be another; nothing was skipped"
         )
     before = torch.get_rng_state()

@@ -26,6 +26,9 @@ MOST_SLOTS = 4096
 #: a hundred thousand faults. Source: Linux mm/memory.c, fault_around_bytes.
 _FAULT_AROUND = 65536
 
+#: poll takes milliseconds as a C int.
+_LONGEST_POLL_S = 3600.0
+
 _mapped: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 _inherited: list[mmap.mmap] = []
 
@@ -136,7 +139,7 @@ class Tokens:
                     return None
                 poll = select.poll()
                 poll.register(self._read.fileno(), select.POLLIN)
-                poll.poll(left_s * 1e3)
+                poll.poll(min(left_s, _LONGEST_POLL_S) * 1e3)
 
     def put(self, *slots: int) -> None:
         """Makes these slots free."""

@@ -15,7 +15,7 @@ from typing import Any, overload
 
 import torch
 
-from flopwise.kit.memory.arguments import need_whole
+from flopwise.kit.memory.arguments import ArgumentError, need_whole
 from flopwise.units import size
 
 #: Collections below are not looked at: what they copy does not matter.
@@ -98,13 +98,21 @@ def _size(value: Any) -> int:
     return own
 
 
+#: Names of files may hold bytes that are no text, which Python carries as lone surrogates (PEP 383).
+_UNDECODABLE = "surrogatepass"
+
+
 class PackedStrings(Sequence[str]):
     """Texts in one tensor of bytes: a sequence like the list that it is made of, which no worker copies by reading it."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         ends, data = [0], bytearray()
         for text in texts:
-            data += text.encode()
+            if not isinstance(text, str):
+                raise ArgumentError(
+                    f"PackedStrings: text {len(ends) - 1} is a {type(text).__name__}; texts (str) are meant"
+                )
+            data += text.encode(errors=_UNDECODABLE)
             ends.append(len(data))
         self._ends = torch.tensor(ends, dtype=torch.int64)
         self._bytes = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
@@ -123,4 +131,6 @@ class PackedStrings(Sequence[str]):
         if not -len(self) <= index < len(self):
             raise IndexError(f"index {index} of {len(self)} texts")
         start, end = self._ends[index % len(self) : index % len(self) + 2].tolist()
-        return ctypes.string_at(self._bytes.data_ptr() + start, end - start).decode()
+        return ctypes.string_at(self._bytes.data_ptr() + start, end - start).decode(
+            errors=_UNDECODABLE
+        )

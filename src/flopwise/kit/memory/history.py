@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
@@ -123,13 +124,22 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
 def _with_history(frame: FrameType) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Yields the tensors with a history that variables hold, and the attributes of what they hold."""
     for name, value in list(frame.f_locals.items()):
-        if isinstance(value, HistoryWatch):
-            continue
-        yield from _inside(name, value)
-        attributes = getattr(value, "__dict__", None)
-        if isinstance(attributes, dict) and not isinstance(value, (ModuleType, type)):
-            for attribute, inner in list(attributes.items()):
-                yield from _inside(f"{name}.{attribute}", inner)
+        found: list[tuple[str, list[torch.Tensor]]] = []
+        with suppress(
+            Exception
+        ):  # a weak proxy whose object is gone, say: it is not ours to fail on
+            found.extend(_of_variable(name, value))
+        yield from found
+
+
+def _of_variable(name: str, value: Any) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    if isinstance(value, HistoryWatch):
+        return
+    yield from _inside(name, value)
+    attributes = getattr(value, "__dict__", None)
+    if isinstance(attributes, dict) and not isinstance(value, (ModuleType, type)):
+        for attribute, inner in list(attributes.items()):
+            yield from _inside(f"{name}.{attribute}", inner)
 
 
 def _inside(name: str, value: Any) -> Iterator[tuple[str, list[torch.Tensor]]]:

@@ -8,13 +8,19 @@ from typing import Any
 
 import torch
 
+from flopwise.kit.precision.one_pass import OnePass
 from flopwise.kit.precision.statistics import by_device, largest
 
 #: What a check gives: found_inf by device, and the largest magnitudes by device, all on the devices.
 Checked = tuple[dict[torch.device, torch.Tensor], list[torch.Tensor]]
 
 
-def check(grads: Sequence[torch.Tensor], home: torch.device, look: bool = True) -> Checked:
+def check(
+    grads: Sequence[torch.Tensor],
+    home: torch.device,
+    look: bool = True,
+    one_pass: OnePass | None = None,
+) -> Checked:
     """Returns found_inf by device and the largest magnitude of the gradients, in one pass that only reads them.
 
     The largest magnitude is not finite exactly if any entry is not.
@@ -22,7 +28,11 @@ def check(grads: Sequence[torch.Tensor], home: torch.device, look: bool = True) 
     Args:
         home: the device that magnitudes are brought to.
         look: whether magnitudes are wanted; else they are inf where found_inf is 1, and 0 where not.
+        one_pass: the kernel that does it all, where it can.
     """
+    checked = None if one_pass is None else one_pass.check(grads, home, look)
+    if checked is not None:
+        return checked
     per_device: dict[torch.device, torch.Tensor] = {}
     amaxes: list[torch.Tensor] = []
     for device, by_dtype in by_device(grads).items():
@@ -43,19 +53,25 @@ def check_and_unscale(
     found_inf: torch.Tensor,
     inverse_scale: torch.Tensor,
     look: bool = True,
+    one_pass: OnePass | None = None,
 ) -> Checked:
     """Returns found_inf by device and the largest magnitude of the gradients before; multiplies them by a scalar.
 
     Args:
         found_inf: scalar that becomes 1, on the home device.
         look: whether magnitudes are taken, by one more pass; else they are inf where found_inf is 1, and 0 where not.
+        one_pass: the kernel that takes them, where it can.
     """
     home = found_inf.device
     per_device: dict[torch.device, torch.Tensor] = {}
     amaxes: list[torch.Tensor] = []
     for device, by_dtype in by_device(grads).items():
         found = found_inf if device == home else torch.zeros((), device=device)
-        amax = largest(by_dtype.values()) if look else None
+        amax = None
+        if look and one_pass is not None:
+            amax = one_pass.largest([t for tensors in by_dtype.values() for t in tensors], device)
+        if look and amax is None:
+            amax = largest(by_dtype.values())
         factor = inverse_scale.to(device, non_blocking=True)
         for tensors in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, factor)

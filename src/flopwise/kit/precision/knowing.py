@@ -26,6 +26,7 @@ _FORGOTTEN = (
     "_clip_watch",
     "_left_out",
     "_unread",
+    "_one_pass",
 )
 
 

@@ -87,12 +87,21 @@ class Late:
             self.written = self._read = updates
         self.known.updates, self.known.skipped = updates, skipped
 
+    @property
+    def row(self) -> int:
+        """The row of `ring` that is written next."""
+        return self.written % len(self.ring)
+
+    def wrote(self) -> None:
+        """Counts a row that was written to `ring` by someone else."""
+        self.written += 1
+
     def write(self, amaxes: Sequence[torch.Tensor], scale: torch.Tensor) -> None:
         """Writes the row of an update: the largest scaled gradient, and the scale that it was made with."""
-        cells = self._cells[self.written % len(self.ring)]
+        cells = self._cells[self.row]
         amax = amaxes[0] if len(amaxes) == 1 else torch.stack(list(amaxes)).amax()
         torch._foreach_copy_(cells, [amax, scale])
-        self.written += 1
+        self.wrote()
 
     def recent(self) -> torch.Tensor:
         """Returns the rows since the ring was full last, [rows, 2], on the device."""

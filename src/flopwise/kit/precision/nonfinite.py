@@ -255,17 +255,26 @@ class _Watch(TorchDispatchMode):
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
-    return [t for t in tensors_in(tree) if t.is_floating_point() and t.numel()]
+    dense = (_values(t) for t in tensors_in(tree) if t.is_floating_point())
+    return [t for t in dense if t.numel()]
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor, or the entries that a sparse one has: what is not there is 0."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._values()
+    return tensor if tensor.layout == torch.strided else tensor.values()
 
 
 def _finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor.detach()).all())
+    return bool(torch.isfinite(_values(tensor.detach())).all())
 
 
 def _has_nan_or_inf(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor has NaN or +inf: -inf alone is what masks are made of."""
     if not tensor.is_floating_point() or not tensor.numel():
         return False
+    tensor = _values(tensor)
     return bool((torch.isnan(tensor) | (tensor == float("inf"))).any())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -51,6 +52,8 @@ class DynamicScaler(KnowingScaler):
             group; by default that is used for sharded gradients (DTensor), and no group for others.
         unfused: what becomes of optimizers that do not take `found_inf` on the device. "auto": masked where it can be
             exact, else they wait for the device as in GradScaler; "wait": all wait; "masked": as "auto", on a CPU too.
+        kernels: "auto": on a CUDA device gradients are checked by one kernel that Triton compiles at the first step, where
+            it can; "torch": only by torch's own. Results are the same.
         verbose: prints each review.
 
     Raises:
@@ -76,6 +79,7 @@ class DynamicScaler(KnowingScaler):
         model: nn.Module | None = None,
         process_group: Any = None,
         unfused: str = "auto",
+        kernels: str = "auto",
         verbose: bool = False,
     ) -> None:
         if schedule not in ("magnitude", "growth"):
@@ -97,6 +101,7 @@ class DynamicScaler(KnowingScaler):
             MagnitudeSchedule(review_steps, headroom, self.min_scale, max_scale), verbose,
             device=device, init_scale=start, growth_factor=growth_factor, backoff_factor=backoff_factor,
             growth_interval=growth_interval, enabled=enabled, process_group=process_group, unfused=unfused,
+            kernels=kernels,
         )  # fmt: skip
         self.schedule, self.alarm_skips, self.alarm_frac = schedule, alarm_skips, alarm_frac
         self._forget()
@@ -235,18 +240,22 @@ class DynamicScaler(KnowingScaler):
         late = self._rows(scale) if deferred is None else None
         # Unscaled, but not stepped: the scale is GradScaler's matter, and there is no step to count.
         counts = any(state["stage"] is OptState.STEPPED for state in states.values())
+        ended = False
         if counts:
             amaxes = [amax for each in self._amaxes.values() for amax in each]
             if late is not None:
-                late.write(amaxes, scale)
+                ended = self._end_at_once(late, amaxes, scale)
+                if not ended:
+                    late.write(amaxes, scale)
                 self._updates += 1
             elif deferred is not None:
                 self._leave(amaxes, scale, deferred)
                 deferred.append(strays)
-        self._back_off_or_grow()
-        if counts and late is not None:
-            self._review_if_due(late, scale)
-        scale.clamp_(min=self.min_scale)
+        if not ended:
+            self._back_off_or_grow()
+        reviewed = counts and late is not None and self._review_if_due(late, scale)
+        if reviewed or not ended:
+            scale.clamp_(min=self.min_scale)
         if before is not None:
             multiply(strays, scale / before)
         self._end_of_window(states)
@@ -321,7 +330,7 @@ class DynamicScaler(KnowingScaler):
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
         if self._looks():  # at what backward made, not at what clipping leaves of it
             grads = [local(p.grad) for p in params if p.grad is not None and not p.grad.is_sparse]
-            _, amaxes = check(grads, self._scale.device)
+            _, amaxes = check(grads, self._scale.device, one_pass=self._one_pass)
             self._amaxes.setdefault(_CLIPPED, []).extend(amaxes)
         return clipping.clip_scaled(params, max_norm, norm_type, self._scale)
 
@@ -332,7 +341,10 @@ class DynamicScaler(KnowingScaler):
             scheduler: a learning rate scheduler; says if it went on although steps were skipped.
         """
         self.drain()
-        return alarm.report(self, None if self._late is None else self._late.known, scheduler)
+        said = alarm.report(self, None if self._late is None else self._late.known, scheduler)
+        if self._one_pass.declined is not None:
+            said += f"\ngradients are checked by torch's kernels, not by one of Triton: {self._one_pass.declined}"
+        return said
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -351,10 +363,37 @@ class DynamicScaler(KnowingScaler):
         factors = (self._growth_factor, self._backoff_factor, self.min_scale)
         return self._powers and all(map(power_of_two, factors))
 
-    def _review_if_due(self, late: Late, scale: torch.Tensor) -> None:
-        if self.schedule == "magnitude" and self._magnitude.due(self._updates):
+    def _end_at_once(self, late: Late, amaxes: list[torch.Tensor], scale: torch.Tensor) -> bool:
+        """Writes the row of an update and backs off or grows the scale by one kernel; returns whether it could."""
+        states = self._per_optimizer_states
+        founds = [f for state in states.values() for f in state["found_inf_per_device"].values()]
+        if len(founds) != 1 or len(amaxes) != 1 or not self._exact():
+            return False
+        _, tracker = self._check_scale_growth_tracker("update")
+        growth = 1.0 if self.schedule == "magnitude" else self._growth_factor
+        factors = (growth, self._backoff_factor, self.min_scale)
+        ended = self._one_pass.end_update(
+            scale,
+            tracker,
+            founds[0],
+            amaxes[0],
+            late.ring,
+            late.row,
+            factors,
+            self._growth_interval,
+        )
+        if ended:
+            late.wrote()
+            self._per_optimizer_states = defaultdict(cast(Any, states).default_factory)
+        return ended
+
+    def _review_if_due(self, late: Late, scale: torch.Tensor) -> bool:
+        """Reviews the scale if that is due; returns whether it did."""
+        due = self.schedule == "magnitude" and self._magnitude.due(self._updates)
+        if due:
             numbers = self._magnitude.review(late.recent(), scale, self._backoff_factor)
             late.ask_review(self._updates, numbers)
+        return due
 
     def _take_in(self, late: Late) -> None:
         """Asks for the numbers of updates, and takes in those that have come."""

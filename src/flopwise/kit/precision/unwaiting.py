@@ -19,6 +19,7 @@ from flopwise.kit.precision.checking import (
 from flopwise.kit.precision.fused_steps import makes_momentum, same_unscaled
 from flopwise.kit.precision.leftovers import Leftovers
 from flopwise.kit.precision.masked_step import Copies, copied, has_state, masked_step, unmaskable
+from flopwise.kit.precision.one_pass import OnePass
 from flopwise.kit.precision.saying import Once, users_line
 from flopwise.kit.precision.statistics import gradients
 
@@ -29,6 +30,8 @@ class UnwaitingScaler(GradScaler):
     Fused optimizers of torch skip by themselves. Others make their step, and what a skipped step must not have changed
     is put back (`masked_step`) where that is exact; the rest waits, as with GradScaler, and says so once.
     """
+
+    _kernels = "auto"
 
     def __init__(
         self,
@@ -41,9 +44,12 @@ class UnwaitingScaler(GradScaler):
         *,
         process_group: Any,
         unfused: str,
+        kernels: str,
     ) -> None:
         if unfused not in ("auto", "wait", "masked"):
             raise PrecisionError(f"unfused={unfused!r}: it is 'auto', 'wait' or 'masked'")
+        if kernels not in ("auto", "torch"):
+            raise PrecisionError(f"kernels={kernels!r}: it is 'auto' or 'torch'")
         if process_group not in (None, True) and not hasattr(process_group, "allreduce"):
             raise PrecisionError(
                 f"process_group={process_group!r}: it is a torch.distributed.ProcessGroup, or True for the default one"
@@ -51,7 +57,7 @@ class UnwaitingScaler(GradScaler):
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
-        self._group, self._unfused = process_group, unfused
+        self._group, self._unfused, self._kernels = process_group, unfused, kernels
 
     def _forget(self) -> None:
         """Sets what does not outlive a pickle."""
@@ -60,6 +66,7 @@ class UnwaitingScaler(GradScaler):
         self._amaxes: dict[int, list[torch.Tensor]] = {}  # of scaled gradients, by optimizer
         self._plain_step: dict[type, bool] = {}
         self._looked: tuple[int, list[torch.Tensor]] | None = None
+        self._one_pass = OnePass(wanted=self._kernels == "auto")
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Returns the gradients of an optimizer, once collected in a step where they were looked at already."""
@@ -90,7 +97,7 @@ class UnwaitingScaler(GradScaler):
             )
         return self._checked(
             optimizer,
-            check_and_unscale(grads, found_inf, inv_scale, self._looks()),
+            check_and_unscale(grads, found_inf, inv_scale, self._looks(), self._one_pass),
             found_inf.device,
         )
 
@@ -140,14 +147,17 @@ class UnwaitingScaler(GradScaler):
         divides = False
         if ready:
             grads = self._gradients(optimizer)
+            # One kernel reads then, and the optimizer's writes: as many bytes as if the check wrote.
+            checked = self._one_pass.check(grads, scale.device, self._looks())
             divides = (
-                not self._exact()
+                checked is not None
+                or not self._exact()
                 or not same_unscaled(optimizer)
                 or any(g.dtype is not torch.float32 for g in grads)
             )
-            if divides:
+            if checked is None and divides:
                 checked = check(grads, scale.device, self._looks())
-            else:
+            elif checked is None:
                 found = torch.zeros((), device=scale.device)
                 checked = check_and_unscale(grads, found, scale.reciprocal(), self._looks())
             state["found_inf_per_device"] = self._checked(optimizer, checked, scale.device)
