@@ -81,8 +81,23 @@ MODELS = {
         "bert_varlen.py",
         {"V3": ("bert_varlen.py",), "V4": ("bert_varlen.py", "--compile")}, unit="tokens", needs=("transformers",),
     ),
-    "gpt2_trainer": Model("gpt2_trainer.py", {"R7": ("gpt2.py",)}, GPT2, needs=("transformers", "accelerate")),
-    "gpt2_lightning": Model("gpt2_lightning.py", {"R7": ("gpt2.py",)}, GPT2, needs=("lightning",)),
+    "gpt2_trainer": Model(
+        "gpt2_trainer.py",
+        {"flags": ("gpt2_trainer.py",), "graphs": ("gpt2_trainer.py", "--graphs"), "R7": ("gpt2.py",)},
+        GPT2, needs=("transformers", "accelerate"),
+    ),
+    "gpt2_lightning": Model(
+        "gpt2_lightning.py",
+        {
+            "flags": ("gpt2_lightning.py",), "graphs": ("gpt2_lightning.py", "--graphs"),
+            "sdpa": ("gpt2_lightning.py", "--sdpa"), "R7": ("gpt2.py",),
+        },
+        GPT2, needs=("lightning",),
+    ),
+    "bert_trainer": Model(
+        "bert_trainer.py", {"flags": ("bert_trainer.py",), "V4": ("bert_varlen.py", "--compile")},
+        unit="tokens", needs=("transformers", "accelerate"),
+    ),
 }  # fmt: skip
 
 
@@ -438,8 +453,11 @@ def verdict(found: dict[str, Any], model: Model) -> dict[str, Any]:
     for one in found["runs"]:
         if "s_per_unit" in one:
             rounds.setdefault(one["round"], {})[one["arm"]] = one
-    whole = [r for r in rounds.values() if set(r) == set(found["arms"])]
-    for arm in found["arms"]:
+    # An expert's form that never ran (a flag that a library refuses, say) leaves the others' rounds whole.
+    failed = {arm for arm, one in found["looks"].items() if "step_s" not in one} - {"naive", "ours"}
+    running = [arm for arm in found["arms"] if arm not in failed]
+    whole = [r for r in rounds.values() if set(r) == set(running)]
+    for arm in running:
         by_arm[arm] = [r[arm] for r in whole]
     made: dict[str, Any] = {"rounds": len(whole), "arms": {}, "ratios": {}}
     for arm, runs in by_arm.items():
@@ -458,7 +476,7 @@ def verdict(found: dict[str, Any], model: Model) -> dict[str, Any]:
     if len(whole) < FEWEST_ROUNDS or "ours" not in by_arm:
         return made
     ours = [r["s_per_unit"] for r in by_arm["ours"]]
-    for arm in found["arms"]:
+    for arm in running:
         if arm != "ours":
             theirs = [r["s_per_unit"] for r in by_arm[arm]]
             comparison = compare_runs(theirs, ours, by_arm[arm][0]["steps"])
@@ -469,6 +487,8 @@ def verdict(found: dict[str, Any], model: Model) -> dict[str, Any]:
 
 def said(found: dict[str, Any], arm: str) -> str:
     """Returns how ours compares with an arm, in words."""
+    if found["rounds"] and arm not in found["arms"]:
+        return f"no ratio to {arm}: it did not run"
     if arm not in found["ratios"]:
         return f"no ratio to {arm}: {found['rounds']} whole rounds"
     ratio = found["ratios"][arm]

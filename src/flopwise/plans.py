@@ -39,6 +39,7 @@ FIXES = (
     ("FW117", "unpadded-batches"),
     ("FW111", "padded-dimension"),
     ("FW112", "labelled-logits"),
+    ("FW123", "chunked-loss"),
     ("FW113", "recompute-off"),
     ("FW114", "cudnn-benchmark"),
     ("FW116", "allocator-settings"),

@@ -114,8 +114,19 @@ def test_an_arm_that_fails_is_recorded_and_the_others_go_on(bench, work):
     bench.compare(made, "gpt2", bench.MODELS["gpt2"])
     found = made.record["models"]["gpt2"]["compare"]
     assert found["looks"]["R7"] == {"exit": 1, "problem": "CUDA out of memory"}
-    assert found["verdict"]["ratios"] == {}
     assert {one["arm"] for one in found["runs"]} == {"naive", "ours"}
+    assert found["verdict"]["rounds"] == 3
+    assert (
+        found["verdict"]["ratios"].keys() == found["verdict"]["arms"].keys() - {"ours"} == {"naive"}
+    )
+    assert bench.said(found["verdict"], "R7") == "no ratio to R7: it did not run"
+
+
+def test_without_an_arm_of_ours_nothing_is_claimed(bench, work):
+    made = work(broken=("ours",))
+    with_plan(made)
+    bench.compare(made, "gpt2", bench.MODELS["gpt2"])
+    assert made.record["models"]["gpt2"]["compare"]["verdict"]["ratios"] == {}
 
 
 def test_state_goes_from_one_call_to_the_next(bench, work, tmp_path):
@@ -231,7 +242,11 @@ SCRIPTS = [
     ("naive/bert_varlen.py", ("transformers",)),
     ("expert/bert_varlen.py", ("transformers",)),
     ("naive/gpt2_trainer.py", ("transformers", "accelerate")),
+    ("expert/gpt2_trainer.py", ("transformers", "accelerate")),
+    ("naive/bert_trainer.py", ("transformers", "accelerate")),
+    ("expert/bert_trainer.py", ("transformers", "accelerate")),
     ("naive/gpt2_lightning.py", ("lightning",)),
+    ("expert/gpt2_lightning.py --sdpa", ("lightning",)),
 ]
 
 

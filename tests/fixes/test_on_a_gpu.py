@@ -18,9 +18,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from flopwise.fixes import chunked_loss
 from flopwise.fixes.catalog.allocator_settings import AllocatorSettings
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
+from flopwise.fixes.catalog.chunked_loss import ChunkedLoss
 from flopwise.fixes.catalog.compile_model import CompileModel
 from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
 from flopwise.fixes.catalog.cudnn_benchmark import CudnnBenchmark
@@ -739,6 +741,49 @@ def test_labelled_places_alone_under_autocast(compiled: bool) -> None:
         peaks.append(torch.cuda.max_memory_allocated())
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-3)
     assert peaks[3] < peaks[2]
+    assert applied.failure() is None
+    for fix in (applied, fast, low):
+        fix.undo()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_in_chunks_takes_less_memory_under_autocast(
+    compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(chunked_loss.CHUNK_BYTES, "cuda", 128 << 20)
+    found = masked()
+    snapshot = found._replace(kwargs={"ids": found.kwargs["ids"], "labels": found.kwargs["ids"]})
+    here = scene(snapshot)
+    applied = ChunkedLoss().apply(here)
+    while not applied.ready():
+        snapshot.module(**snapshot.kwargs)["loss"].backward()
+    parity = applied.verify(snapshot)
+    print(parity, applied.setting)
+    assert parity.passed, parity.detail
+    assert applied.setting["saves"].endswith("1024 of 4096 places")
+    low, fast = Bf16Autocast().apply(here), CompileModel().apply(here)
+    low.enable()
+    if compiled:
+        fast.enable()
+    losses, peaks, took_s = [], [], []
+    for on in (False, True) * 4:
+        applied.enable() if on else applied.disable()
+        snapshot.module.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        out = snapshot.module(**snapshot.kwargs)
+        out["loss"].backward()
+        torch.cuda.synchronize()
+        took_s.append(time.perf_counter() - began)
+        assert isinstance(out["logits"], LazyLogits) == on
+        losses.append(out["loss"].item())
+        peaks.append(torch.cuda.max_memory_allocated())
+    print(
+        f"peaks {peaks[6:]}, plain {min(took_s[2::2]):.4f} s, in chunks {min(took_s[3::2]):.4f} s"
+    )
+    assert losses == pytest.approx([losses[0]] * 8, rel=1e-3)
+    assert peaks[7] < peaks[6]
     assert applied.failure() is None
     for fix in (applied, fast, low):
         fix.undo()

@@ -18,10 +18,10 @@ class StepTimes:
         self.path = path
         self.cuda = torch.cuda.is_available()
         self.marks: list[Any] = []
-        self.amounts: list[int] = []
+        self.amounts: list[int | torch.Tensor] = []
 
-    def mark(self, amount: int) -> None:
-        """Marks the end of a step that trained on `amount` samples (of variable length: tokens)."""
+    def mark(self, amount: int | torch.Tensor) -> None:
+        """Marks the end of a step that trained on `amount` samples (of variable length: tokens; a tensor is read at last)."""
         if self.path is None:
             return
         if self.cuda:
@@ -46,7 +46,7 @@ class StepTimes:
             unix_s = self.marks
         found = {
             "step_s": [b - a for a, b in pairwise(unix_s)],
-            "amounts": self.amounts[1:],
+            "amounts": [int(amount) for amount in self.amounts[1:]],
             "ended_unix_s": unix_s[1:],
             **facts,
         }

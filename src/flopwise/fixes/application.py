@@ -21,7 +21,7 @@ from flopwise.meter.session import Session
 def facts_of(session: Session, autocast: torch.dtype | None) -> Facts:
     """Returns what the script was seen to do by itself, given the autocast dtype around its forward."""
     return Facts(
-        autocast=autocast is not None,
+        autocast=autocast is not None or session.roots.autocast_within is not None,
         grad_scaler=session.uses_scaler,
         compiles=compiles_own_code() or any(script_compiles(root) for root in session.roots.found),
     )
@@ -36,7 +36,7 @@ def scene_of(session: Session, rows: Sequence[Row] = ()) -> Scene:
         return float(sum(min(1.0, value(row) / max(row.end_ns, 1)) for row in rows) / len(rows))
 
     return Scene(
-        roots=tuple(session.roots.found),
+        roots=tuple(session.roots.forwards),
         optimizers=tuple(
             o for reference in session.optimizers.values() if (o := reference()) is not None
         ),

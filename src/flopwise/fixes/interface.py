@@ -57,7 +57,9 @@ def cores_of_this_rank() -> int:
 class Scene:
     """What was found and measured in a training process. A share is None where it was not measured."""
 
-    roots: Sequence[nn.Module] = ()  # the outermost modules that own trained parameters
+    roots: Sequence[
+        nn.Module
+    ] = ()  # the outermost modules with trained parameters that are called as modules
     optimizers: Sequence[torch.optim.Optimizer] = ()
     loaders: Sequence[DataLoader[Any]] = ()  # loaders that were seen iterating for training
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))

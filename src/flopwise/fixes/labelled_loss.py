@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Loss:
     upcast: bool = False  # logits are cast to float32 first
     per_item: bool = False  # the sum over a number that the script gives, not the mean
     autocast: str = ""  # that the model enters by itself
+    gives: str = ""  # the dtype that the model casts its logits to before it gives them
 
     def words(self) -> dict[str, str]:
         """Returns it as a plan holds it."""
@@ -186,15 +187,29 @@ def learn(
     loss, logits = part(output, "loss"), part(output, "logits")
     if not isinstance(loss, torch.Tensor) or not isinstance(logits, torch.Tensor):
         return "the model gives no loss beside logits"
-    mine = [(layer, dtype) for layer, result, dtype in made if result is logits]
+    mine = [one for one in made if one[1] is logits or _cast_to(one[1], logits)]
     if len(mine) != 1:
         return "the logits are not what a Linear layer gives as it is"
     if len(losses.calls) != 1:
         return f"the model calls cross_entropy {len(losses.calls)} times"
-    head, dtype = mine[0]
+    head, given, dtype = mine[0]
     arguments, result = losses.calls[0]
-    found = _loss(arguments, result, logits, loss, labels, items, "" if outside else dtype)
-    return found if isinstance(found, str) else Learned(head, found)
+    found = _loss(arguments, result, given, loss, labels, items, "" if outside else dtype)
+    if isinstance(found, str):
+        return found
+    gives = "" if given is logits else str(logits.dtype).removeprefix("torch.")
+    return Learned(head, replace(found, gives=gives))
+
+
+def _cast_to(given: Any, logits: torch.Tensor) -> bool:
+    """Whether logits are what a head gave, in float32: Accelerate casts what a model gives under its autocast."""
+    return (
+        isinstance(given, torch.Tensor)
+        and given.shape == logits.shape
+        and given.dtype in (torch.bfloat16, torch.float16)
+        and logits.dtype == torch.float32
+        and torch.equal(given.float(), logits)
+    )
 
 
 def _loss(

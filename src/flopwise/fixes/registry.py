@@ -5,6 +5,7 @@ from __future__ import annotations
 from flopwise.fixes.catalog.allocator_settings import AllocatorSettings
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.channels_last import ChannelsLast
+from flopwise.fixes.catalog.chunked_loss import ChunkedLoss
 from flopwise.fixes.catalog.compile_model import CompileModel
 from flopwise.fixes.catalog.cross_batch_packing import CrossBatchPacking
 from flopwise.fixes.catalog.cuda_graphs import CudaGraphs
@@ -36,6 +37,7 @@ FIXES: tuple[type[Fix], ...] = (
     UnpaddedBatches,
     PaddedDimension,
     LabelledLogits,
+    ChunkedLoss,
     RecomputeOff,
     CudnnBenchmark,
     AllocatorSettings,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from flopwise.kit.nested import copies
 from flopwise.meter.found import (
@@ -20,11 +23,15 @@ from flopwise.meter.found import (
 from flopwise.meter.replay import Snapshot
 from flopwise.meter.rows import EVALUATION
 from flopwise.meter.watch import Watch
+from flopwise.meter.yardstick import ENTERED
 
 if TYPE_CHECKING:
     from flopwise.meter.session import Session
 
 now = time.perf_counter_ns
+
+#: Calls up to this one are looked at closely.
+FIRST_CALLS = 3
 
 
 class Roots:
@@ -43,16 +50,27 @@ class Roots:
         self._aside: list[weakref.ref[nn.Module]] = []  # watched before, and to be watched again
         self._release: list[Callable[[], None]] = []
         self._calls = 0
+        self._called: set[int] = set()  # of the watched modules, by id, those that were called
         self._depth = 0
         self._lead: int | None = None  # the first root called in this interval
         self.keep_inputs = False  # copy the inputs of the next call, for a parity check
         self.autocast: torch.dtype | None = None  # the script's own, around the last call
+        self.autocast_within: torch.dtype | None = None  # the same, entered by the model itself
+        self._within: Any = None  # the hook that looks for it
         self._inputs: Snapshot | None = None
 
     @property
     def found(self) -> list[nn.Module]:
         """The root modules that still live."""
         return _alive(self._found)
+
+    @property
+    def forwards(self) -> list[nn.Module]:
+        """The modules whose calls are the forward: the roots, or the parts that are called of a root that is not."""
+        if not self._depth:
+            return self.found
+        watched = _alive(self._watched or self._aside)
+        return [module for module in watched if id(module) in self._called]
 
     def look(self, steps: int) -> None:
         """Called at the first step ends: finds the roots, and goes one level down while none is called."""
@@ -85,6 +103,7 @@ class Roots:
         self.release()
         self.settled = False
         self._calls = self._depth = 0
+        self._called.clear()
 
     def release(self) -> None:
         """Takes every hook out and forgets the modules: the script may want their memory back."""
@@ -96,6 +115,7 @@ class Roots:
         while self._release:
             self._release.pop()()
         self._watched = []
+        self._end_looking_within()
 
     def look_away(self) -> None:
         """Takes the watches off for a while: a fix is about to change how the modules are called."""
@@ -121,6 +141,7 @@ class Roots:
     def new_interval(self) -> None:
         """Forgets which root was called first."""
         self._lead = None
+        self._end_looking_within()
 
     def _parameters(self) -> list[nn.Parameter]:
         session = self._session
@@ -165,6 +186,7 @@ class Roots:
         interval = session.interval
         try:
             self._calls += 1
+            self._called.add(id(module))
             if session.trainers.is_other():
                 session.counting.called_elsewhere()
                 return
@@ -177,7 +199,7 @@ class Roots:
             if self._lead == id(module):
                 interval.root_calls += 1
                 signature = self._read(args, kwargs)
-                if self.keep_inputs or self._calls < 3:
+                if self.keep_inputs or self._calls < FIRST_CALLS:
                     self._look_closely(module, args, kwargs)
                 if first and not interval.backwards:
                     session.counting.root_called(module, args, kwargs, signature)
@@ -193,6 +215,33 @@ class Roots:
         if self.keep_inputs:
             args, kwargs = copies((args, kwargs))
             self._inputs = Snapshot(module, args, kwargs, self.autocast)
+        if self._calls >= FIRST_CALLS or under or self._within is not None:
+            return  # later on it may be a fix's
+        if not compiles_own_code() and not compiled_parts(module):
+            self._within = register_module_forward_pre_hook(partial(self._on_part, module))
+
+    def _on_part(self, root: nn.Module, module: nn.Module, _: Any) -> None:
+        """Takes the autocast around the first product of a forward: Accelerate enters it in the model's own forward."""
+        weight = module._parameters.get("weight")
+        if (
+            weight is None
+            or weight.dim() < 2
+            or isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        ):
+            return
+        self._end_looking_within()
+        device = weight.device.type
+        under = torch.is_autocast_enabled(device)
+        self.autocast_within = torch.get_autocast_dtype(device) if under else None
+        if self.autocast_within is not None:
+            ENTERED[root] = self.autocast_within
+            if isinstance(root, DistributedDataParallel):
+                ENTERED[root.module] = self.autocast_within
+
+    def _end_looking_within(self) -> None:
+        hook, self._within = self._within, None
+        if hook is not None:
+            hook.remove()
 
     def _read(self, args: Any, kwargs: Any) -> str:
         session = self._session

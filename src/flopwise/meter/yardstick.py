@@ -7,9 +7,11 @@ SIAM 2002, sections 1.5 and 1.6.
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from flopwise.hardware import limits
@@ -30,6 +32,9 @@ C = 4.0
 #: The same where float64 is out of reach and the old result itself is the reference, so that its error is unknown
 #: (float32 runs of the same nets: up to 5 times the sensitivity in smooth ones).
 C_WITHOUT_REFERENCE = 16.0
+
+#: Autocast that a module was seen to enter in its own forward.
+ENTERED: weakref.WeakKeyDictionary[nn.Module, torch.dtype] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -124,11 +129,14 @@ def loss_rel(new: float | None, old: float | None) -> float | None:
 def allowed_roundoff(snapshot: Snapshot, unit_roundoff: float) -> float:
     """Returns `unit_roundoff`, or what the script already computes in if that is coarser.
 
-    That is the dtype of its weights, its own autocast, and TF32 where it is switched on (by default for convolutions).
+    That is the dtype of its weights, its own autocast, around its forward or in it, and TF32 where it is switched on (by default for convolutions).
     """
     own = [UNIT_ROUNDOFF.get(p.dtype, FLOAT32) for p in snapshot.module.parameters()]
     if snapshot.autocast is not None:
         own.append(UNIT_ROUNDOFF.get(snapshot.autocast, FLOAT32))
+    entered = ENTERED.get(snapshot.module)
+    if entered is not None:
+        own.append(UNIT_ROUNDOFF.get(entered, FLOAT32))
     unit_roundoff = max(unit_roundoff, *own)
     if next(snapshot.module.parameters()).device.type != "cuda":
         return unit_roundoff

@@ -34,7 +34,7 @@ FLAGS = {
     },
     LIGHTNING: {
         "loader-workers": "DataLoader(..., num_workers={num_workers}, pin_memory=True, persistent_workers=True)",
-        "fused-optimizer": "torch.optim.X(..., fused=True)  # in configure_optimizers",
+        "fused-optimizer": "torch.optim.X(..., fused=True)  # in configure_optimizers; refused beside gradient_clip_val in mixed precision",
         "bf16-autocast": 'Trainer(precision="bf16-mixed")',
         "compile-model": "model = torch.compile(model)  # before trainer.fit(model, ...)",
         "cudnn-benchmark": "Trainer(benchmark=True)",

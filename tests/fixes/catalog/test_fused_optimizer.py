@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import copy
+import sys
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from flopwise.fixes.catalog.fused_optimizer import FusedOptimizer
-from flopwise.fixes.interface import Declined, Eligible, Scene
+from flopwise.fixes.interface import Declined, Eligible, Facts, Scene
 from flopwise.meter.replay import Snapshot
 
 
@@ -164,12 +167,14 @@ class TestEffect:
         optimizer = steps(AdamW(parameters()))
         assert not FusedOptimizer().apply(scene(optimizer)).verify(Snapshot(nn.Identity())).passed
 
-    def test_a_grad_scaler_skips_and_unscales_the_same_way(self) -> None:
+    @pytest.mark.parametrize("scaled", [True, False], ids=["told", "not told"])
+    def test_a_grad_scaler_skips_and_unscales_the_same_way(self, scaled: bool) -> None:
         def run(fuse: bool) -> list[Any]:
             params = parameters()
             optimizer = AdamW(params)
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-            applied = FusedOptimizer().apply(scene(optimizer))
+            told = Facts(grad_scaler=scaled)
+            applied = FusedOptimizer().apply(replace(scene(optimizer), facts=told))
             for k in range(6):
                 optimizer.zero_grad()
                 factor = float("inf") if k == 3 else 1.0
@@ -187,6 +192,27 @@ class TestEffect:
         torch.testing.assert_close(ours[0], bare[0], rtol=1e-5, atol=1e-7)
         assert ours[1:] == bare[1:]
         assert bare[2] == [5.0, 5.0]
+
+    @pytest.mark.parametrize("scaler", [True, False])
+    @pytest.mark.parametrize("framework", ["", "lightning_fabric", "lightning.fabric"])
+    def test_lightning_is_not_told_that_the_kernel_unscales(
+        self, monkeypatch: pytest.MonkeyPatch, framework: str, scaler: bool
+    ) -> None:
+        """Its precision plugins refuse to clip gradients for such an optimizer, and the script would end there."""
+        for name in ("lightning_fabric", "lightning.fabric"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        if framework:
+            monkeypatch.setitem(sys.modules, framework, ModuleType(framework))
+        optimizer = steps(AdamW(parameters()))
+        before = dict(vars(optimizer))
+        facts = Facts(grad_scaler=scaler)
+        applied = FusedOptimizer().apply(replace(scene(optimizer), facts=facts))
+        applied.enable()
+        told = getattr(optimizer, "_step_supports_amp_scaling", False)
+        assert told is (scaler and not framework)
+        steps(optimizer)
+        applied.undo()
+        assert vars(optimizer).keys() == before.keys()
 
     def test_what_has_become_impossible_is_left_off(self) -> None:
         optimizer = steps(AdamW(parameters()))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from flopwise.fixes.candidates import parity_together
 from flopwise.fixes.catalog import labelled_logits, padded_dimension
 from flopwise.fixes.catalog.bf16_autocast import Bf16Autocast
 from flopwise.fixes.catalog.compile_model import CompileModel
@@ -251,6 +252,17 @@ class TestEffect:
         assert "_compiled_call_impl" not in vars(net)
         assert type(net.head) is nn.Linear
 
+    def test_a_comparison_of_several_fixes_is_not_taken_for_the_script(self) -> None:
+        net = model()
+        fix, low = applied_to(net), Bf16Autocast().apply(scene(net))
+        snapshot = Snapshot(net, (), batch())
+        assert fix.verify(snapshot).passed
+        parity = parity_together([fix, low], snapshot)
+        assert parity.passed, parity.detail
+        for _ in range(3):
+            assert isinstance(net(**batch()).logits, LazyLogits)
+        assert fix.failure() is None
+
     def test_a_plan_needs_no_watching(self) -> None:
         net = model().eval()
         first = applied_to(net)
@@ -272,8 +284,8 @@ class TestEffect:
     def test_a_wrong_loss_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         net = model()
         fix = applied_to(net)
-        right = labelled_logits._LossOf.__call__
-        monkeypatch.setattr(labelled_logits._LossOf, "__call__", lambda *args: right(*args) * 1.01)
+        right = labelled_logits._Applied.made
+        monkeypatch.setattr(labelled_logits._Applied, "made", lambda *args: right(*args) * 1.01)
         assert not fix.verify(Snapshot(net, (), batch())).passed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,9 +37,10 @@ class FusedOptimizer(Fix):
 
     What it does:
     Sets `fused=True` and `foreach=False` in the parameter groups of Adam, AdamW, SGD and Adagrad, as their
-    constructors would, moves step counters to the parameters' device, and tells a GradScaler that the kernel unscales
-    by itself. Switched off, flags, counters and attributes are as they were. What is saved meanwhile says what it
-    would without the fix, and a state that is loaded meanwhile is fused as well. Clipping gradients is left alone.
+    constructors would, moves step counters to the parameters' device, and tells a GradScaler, where the script uses one
+    without Lightning, that the kernel unscales by itself. Switched off, flags, counters and attributes are as they
+    were. What is saved meanwhile says what it would without the fix, and a state that is loaded meanwhile is fused as
+    well. Clipping gradients is left alone.
 
     Why it helps:
     An update written op by op launches several kernels per parameter (or per list of parameters) and reads and writes
@@ -52,7 +54,7 @@ class FusedOptimizer(Fix):
 
     What can change:
     The same formula in another order of operations: the update differs by rounding, held against a float64
-    reference. With a GradScaler, gradients stay scaled after the step and an overflowing step runs as a no-op
+    reference. With a GradScaler that is told, gradients stay scaled after the step and an overflowing step runs as a no-op
     instead of not at all.
     """
 
@@ -74,13 +76,14 @@ class FusedOptimizer(Fix):
 
     def apply(self, scene: Scene, setting: Mapping[str, str] | None = None) -> Applied:
         """Returns the fix on every optimizer that can be fused, switched off."""
-        return _Applied([o for o in scene.optimizers if _problem(o) is None])
+        unscales = scene.facts.grad_scaler and not _lightning_is_there()
+        return _Applied([o for o in scene.optimizers if _problem(o) is None], unscales)
 
 
 class _Applied(Applied):
-    def __init__(self, optimizers: list[Optimizer]) -> None:
+    def __init__(self, optimizers: list[Optimizer], unscales: bool) -> None:
         self.setting = {"fused": "true"}
-        self._switches = [_Switch(o) for o in optimizers]
+        self._switches = [_Switch(o, unscales) for o in optimizers]
 
     def enable(self) -> None:
         for switch in self._switches:
@@ -105,9 +108,10 @@ class _Applied(Applied):
 class _Switch:
     """One optimizer, fused or as it was."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, unscales: bool) -> None:
         self.optimizer = optimizer
         self.failure: str | None = None
+        self._told = _CHECKS | _UNSCALES if unscales else _CHECKS
         self._flags: list[tuple[dict[str, Any], dict[str, Any]]] | None = None
         self._attributes: dict[str, Any] = {}
         self._defaults: dict[str, Any] = {}
@@ -122,8 +126,8 @@ class _Switch:
         if self.failure is not None:
             return
         own, defaults = vars(self.optimizer), self.optimizer.defaults
-        self._attributes = {n: own.get(n, _ABSENT) for n in _ATTRIBUTES}
-        own.update(_ATTRIBUTES)
+        self._attributes = {n: own.get(n, _ABSENT) for n in self._told}
+        own.update(self._told)
         self._defaults = {n: defaults.get(n, _ABSENT) for n in _FLAGS}
         defaults.update(_FLAGS)  # for groups that the script adds
         self._fuse()
@@ -209,8 +213,17 @@ class _Switch:
 
 
 #: What the constructors set when fused. Source: torch.optim.Adam, SGD and Adagrad, torch 2.11 to 2.13.
-_ATTRIBUTES = {"_step_supports_amp_scaling": True, "_need_device_dtype_check_for_fused": True}
+_CHECKS = {"_need_device_dtype_check_for_fused": True}
+_UNSCALES = {"_step_supports_amp_scaling": True}
 _FLAGS = {"fused": True, "foreach": False}
+
+
+def _lightning_is_there() -> bool:
+    """Whether the script trains with Lightning, which refuses to clip gradients for an optimizer that says it unscales.
+
+    Source: `clip_gradients` in lightning/pytorch/plugins/precision/amp.py, 2.6; in bfloat16 without a scaler, too.
+    """
+    return any(name in sys.modules for name in ("lightning_fabric", "lightning.fabric"))
 
 
 def _counter_dtype() -> torch.dtype:

@@ -49,6 +49,15 @@ SAMPLERS = (
     tuple,
     range,
 )
+#: The same, of libraries, by module and name: they too are drawn ahead by torch's own workers.
+#: Source: accelerate/data_loader.py, 1.15; transformers/trainer_pt_utils.py, 4.57 to 5.17.
+SAMPLERS_BY_NAME = {
+    ("accelerate.data_loader", "SeedableRandomSampler"),
+    ("accelerate.data_loader", "BatchSamplerShard"),
+    ("accelerate.data_loader", "SkipBatchSampler"),
+    ("transformers.trainer_pt_utils", "LengthGroupedSampler"),
+    ("transformers.trainer_pt_utils", "DistributedLengthGroupedSampler"),
+}
 
 
 #: On a GPU other fixes make the rest of a step up to so many times shorter, and a loader that keeps up with it as it
@@ -77,9 +86,10 @@ class LoaderWorkers(Fix):
     Waiting for data is too small a share of the step, and its workers would keep up with a shorter one, too; the data
     set is iterable (each worker would repeat it); the loader has as many workers as the cores allow, has no batches
     (`batch_size=None`), starts its workers other than by forking, hands batches out in the order in which they come
-    (`in_order=False`), or is a subclass with an `__iter__` of its own; the sampler is not torch's own (drawing ahead
-    might change its order); processes cannot be forked; free memory or shared memory would not hold a worker and its
-    batches; the process is itself a worker. A data set that keeps state as it loads fails the comparison of batches.
+    (`in_order=False`), or is a subclass with an `__iter__` of its own; the sampler is neither torch's own nor one of
+    Accelerate's or Transformers' (drawing ahead might change its order); processes cannot be forked; free memory or
+    shared memory would not hold a worker and its batches; the process is itself a worker. A data set that keeps state
+    as it loads fails the comparison of batches.
 
     What can change:
     For a data set that draws no random numbers: nothing, batches are equal to the bit and in the same order. Random
@@ -351,12 +361,26 @@ def loader_problem(loader: DataLoader[Any], cores: int) -> str | None:
         or kind._get_iterator is not DataLoader._get_iterator
     ):
         return f"{kind.__name__} has an iterator of its own"
-    inside = getattr(loader.batch_sampler, "sampler", None)
-    for part in (loader.batch_sampler, loader.sampler, inside):
-        if part is not None and type(part) not in SAMPLERS:
+    for part in _samplers(loader):
+        if (
+            type(part) not in SAMPLERS
+            and (type(part).__module__, type(part).__name__) not in SAMPLERS_BY_NAME
+        ):
             name = type(part).__name__
-            return f"the sampler {name} is not torch's own: drawing ahead might change its order"
+            return f"the sampler {name} is not a known one: drawing ahead might change its order"
     return None
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    """Returns what the loader draws its indices from, and what that draws from in turn."""
+    found: list[Any] = []
+    todo = [loader.batch_sampler, loader.sampler]
+    while todo:
+        part = todo.pop(0)
+        if part is not None and all(part is not f for f in found):
+            found.append(part)
+            todo += [getattr(part, "batch_sampler", None), getattr(part, "sampler", None)]
+    return found
 
 
 def _process_problem() -> str | None:
