@@ -106,3 +106,11 @@ def test_break_even() -> None:
     assert break_even_steps(10.0, 0.5, 0.25) == 40
     assert break_even_steps(10.1, 0.5, 0.25) == 41
     assert break_even_steps(10.0, 0.5, 0.5) is None
+
+
+@pytest.mark.parametrize(
+    "times", [(-1.0, 2.0, 1.0), (1.0, float("nan"), 1.0), (float("inf"), 2.0, 1.0)]
+)
+def test_times_that_are_none_are_refused(times: tuple[float, float, float]) -> None:
+    with pytest.raises(ValueError, match="finite seconds"):
+        break_even_steps(*times)

@@ -156,7 +156,16 @@ def break_even_steps(compile_s: float, old_s: float, new_s: float) -> int | None
         compile_s: seconds that compiling took.
         old_s: seconds a step without it.
         new_s: seconds a step with it.
+
+    Raises:
+        ValueError: a time is negative, or not finite.
     """
+    times = {"compile_s": compile_s, "old_s": old_s, "new_s": new_s}
+    for name, value in times.items():
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(
+                f"break_even_steps: {name}={value!r}: finite seconds from 0 on are meant"
+            )
     return math.ceil(compile_s / (old_s - new_s)) if new_s < old_s else None
 
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flopwise.kit.memory.arguments import ArgumentError
 from flopwise.kit.memory.pinned import pinned_plan
 
 GIB = 2**30
@@ -37,3 +40,9 @@ def test_pieces_hold_what_is_asked_for_and_little_more(sizes: list[int]) -> None
 
 def test_nothing() -> None:
     assert str(pinned_plan([])) == "no pinned memory is asked for"
+
+
+@pytest.mark.parametrize("sizes", [None, 5])
+def test_what_is_no_list_of_sizes_is_refused(sizes: Any) -> None:
+    with pytest.raises(ArgumentError, match="list of sizes"):
+        pinned_plan(sizes)

@@ -84,6 +84,7 @@ def scaling() -> DynamicScaler:
     return scaler
 
 
+LINEAR: Any = nn.Linear(2, 2)
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "step": (lambda: scaling().step(ANY), "an optimizer is needed, not NoneType"),
     "unscale_": (lambda: scaling().unscale_(ANY), "an optimizer is needed"),
@@ -107,6 +108,20 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "nonfinite": (lambda: find_nonfinite(ANY), "not NoneType"),
     "check_step": (lambda: check_step(ANY), "an optimizer is needed"),
     "memory": (lambda: weight_memory(ANY), "Module is needed"),
+    "memory of no optimizer": (lambda: weight_memory(LINEAR, 5), "optimizer is needed"),
+    "memory of no optimizers": (lambda: weight_memory(LINEAR, [5]), "optimizer is needed"),
+    "check_step of no model": (
+        lambda: check_step(torch.optim.SGD(LINEAR.parameters()), 5),
+        "not int",
+    ),
+    "tolerance": (
+        lambda: MixedPrecision(nn.Linear(2, 2), "bfloat16").verify(tolerance="a"),
+        "above 0",
+    ),
+    "tolerance nan": (
+        lambda: MixedPrecision(nn.Linear(2, 2), "bfloat16").verify(tolerance=math.nan),
+        "above 0",
+    ),
 }
 
 
@@ -134,3 +149,15 @@ def test_dtypes_of_torch_are_taken_by_their_name() -> None:
 )  # fmt: skip
 def test_powers_of_two(value: Any, is_one: bool) -> None:
     assert arguments.power_of_two(value) is is_one
+
+
+def test_a_scale_that_is_no_number_is_refused_and_the_step_can_still_end() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler: Any = DynamicScaler("cpu")
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    scaler.step(optimizer)
+    with pytest.raises(PrecisionError, match="new_scale='a'"):
+        scaler.update("a")
+    scaler.update()
+    assert scaler.get_scale() == 1024.0

@@ -69,6 +69,16 @@ def need_number(where: str, name: str, value: Any, least: float = 0) -> None:
         raise ArgumentError(f"{where}: {name}={value!r}; a number from {least:g} on is meant")
 
 
+def need_iterable(where: str, name: str, value: Any, meant: str) -> None:
+    """Checks that several things were given.
+
+    Raises:
+        ArgumentError: they were not.
+    """
+    if not isinstance(value, Iterable):
+        raise ArgumentError(f"{where}: {name} is a {_kind(value)}; {meant} is meant")
+
+
 def need_optimizers(where: str, optimizers: Any) -> list[torch.optim.Optimizer]:
     """Returns the optimizers as a list; one alone is taken too.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flopwise.kit.memory.arguments import need_whole
+from flopwise.kit.memory.arguments import need_iterable, need_whole
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,9 @@ def pinned_plan(sizes_bytes: Sequence[int]) -> PinnedPlan:
     that were freed before and are used again.
 
     Raises:
-        ArgumentError: a size is no whole number, or negative.
+        ArgumentError: they are no sizes: a size is no whole number, or negative.
     """
+    need_iterable("pinned_plan", "sizes_bytes", sizes_bytes, "a list of sizes in bytes")
     for size in sizes_bytes:
         need_whole("pinned_plan", "a size in sizes_bytes", size)
     given = tuple(1 << (size - 1).bit_length() if size else 0 for size in sizes_bytes)

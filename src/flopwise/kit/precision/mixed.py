@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from flopwise.errors import PrecisionError
 from flopwise.kit.nested import map_tensors, tensors_in
-from flopwise.kit.precision import float8
+from flopwise.kit.precision import arguments, float8
 from flopwise.kit.precision.arguments import dtype_name, module_of, names_of
 from flopwise.kit.precision.casting import Call, Wrapped, WrappedForward, in_float32
 from flopwise.kit.precision.custom_functions import any_defined, functions_reason, traced_to_modules
@@ -117,8 +118,9 @@ class MixedPrecision:
         the tolerance (relative, in the 2-norm), or not finite, is a reason to decline: `declined` has it, and it is said.
 
         Raises:
-            PrecisionError: the dtype is not in use.
+            PrecisionError: the dtype is not in use, or the tolerance is not a number above 0.
         """
+        arguments.between("verify: tolerance", tolerance, 0.0, math.inf, "above 0, and finite")
         if self._root is None or not self.active:
             raise PrecisionError(
                 f"verify: {self.dtype} is not in use, {self.declined or 'it was undone or replaced'}"

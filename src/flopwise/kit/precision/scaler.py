@@ -226,7 +226,8 @@ class DynamicScaler(KnowingScaler):
                 states.clear()  # only optimizers without gradients
                 self._backwards = 0
             return
-        if arguments.is_number(new_scale):  # a tensor is not read: a device would be waited for
+        if new_scale is not None and not isinstance(new_scale, torch.Tensor):
+            # A tensor is not read: a device would be waited for.
             new_scale = arguments.scale_of("update: new_scale", new_scale)
         deferred = self._left_out
         if new_scale is not None or (deferred is None and self._captured()):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flopwise.kit.precision.arguments import optimizer_of
+from flopwise.kit.precision.arguments import module_of, optimizer_of
 from flopwise.kit.precision.saying import warn
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -85,6 +85,8 @@ def check_step(
         step: makes the step, by default `optimizer.step`.
     """
     optimizer_of("check_step", optimizer)
+    if model is not None:
+        module_of("check_step: model", model)
     names = {} if model is None else {id(p): n for n, p in model.named_parameters()}
     params = [
         (names.get(id(p), f"parameter {i}.{j}"), p, float(group.get("lr", 1.0)) != 0)

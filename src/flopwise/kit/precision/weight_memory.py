@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flopwise.kit.nested import tensors_in
-from flopwise.kit.precision.arguments import module_of
+from flopwise.kit.precision.arguments import module_of, optimizer_of
 from flopwise.units import size
 
 #: Layers whose products autocast makes in 16 bits, so that their weights are needed in no other dtype.
@@ -66,7 +66,11 @@ def weight_memory(
     """
     module_of("weight_memory", model)
     single = isinstance(optimizers, torch.optim.Optimizer)
+    if not single and not isinstance(optimizers, Iterable):
+        optimizer_of("weight_memory", optimizers)
     several: list[Any] = [optimizers] if single else list(optimizers)  # type: ignore[arg-type]
+    for optimizer in several:
+        optimizer_of("weight_memory", optimizer)
     masters, params = list(masters), list(model.parameters())
     seen: set[int] = set()
     weights, of_masters = _bytes(params, seen), _bytes(masters, seen)
