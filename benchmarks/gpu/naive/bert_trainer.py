@@ -51,6 +51,8 @@ class Text(Dataset):
         return self.count
 
     def __getitem__(self, i):
+        if i >= self.count:
+            raise IndexError(i)
         length = int(self.lengths[i % len(self.lengths)])
         start = i * 2654435761 % (len(self.tokens) - length)
         ids = torch.from_numpy(self.tokens[start : start + length])
@@ -115,7 +117,7 @@ def main(padded=True, **flags):
                 **flags,
             ),
             data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15),
-            train_dataset=Text(config.vocab_size, longest, 256 if args.tiny else 16_384, padded),
+            train_dataset=Text(config.vocab_size, longest, 256 if args.tiny else 65_536, padded),
         )
         trainer.times = StepTimes(args.times)
         trainer.add_callback(Clock(trainer))
