@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -78,6 +79,12 @@ class Seen:
     parity: Any = None
     failure: str | None = None
     settled: bool = False
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before() -> None:
+    """What other tests of this process have compiled would pass for the script's own."""
+    torch._dynamo.reset()
 
 
 class Trying:

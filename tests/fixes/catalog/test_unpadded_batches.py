@@ -621,15 +621,15 @@ class TestWithOthers:
         model.head = nn.Linear(16, 1200)
         expected = model(**batch())
         ours, fewer = applied_to(model), LabelledLogits().apply(scene(model))
-        kind: Any = type(fewer._made)  # type: ignore[attr-defined]
-        made = kind.__call__
+        kind: Any = type(fewer)
+        made = kind.made
         rows: list[Any] = []
         for _ in range(6):
             model(**batch())  # it watches whether logits are read
         assert fewer.verify(Snapshot(model, (), batch())).passed
         assert ours.verify(Snapshot(model, (), batch())).passed
         monkeypatch.setattr(
-            kind, "__call__", lambda self, *given: rows.append(given[2].shape) or made(self, *given)
+            kind, "made", lambda self, *given: rows.append(given[2].shape) or made(self, *given)
         )
         for applied in (fewer, ours):
             applied.enable()
