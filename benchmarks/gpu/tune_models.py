@@ -58,6 +58,7 @@ class Model:
     flops: float | None = None  # of one sample, a training step; None: samples differ
     unit: str = "samples"
     needs: tuple[str, ...] = ()  # libraries
+    allow: str = ""  # opt-ins that the tune may try, with commas
 
 
 BERT = hand.transformer(24 * 12 * 1024**2 + 1024**2 + 1024 * 30522, 24, 1024, 512)
@@ -80,6 +81,10 @@ MODELS = {
     "bert_varlen": Model(
         "bert_varlen.py",
         {"V3": ("bert_varlen.py",), "V4": ("bert_varlen.py", "--compile")}, unit="tokens", needs=("transformers",),
+    ),
+    "bert_varlen_packed": Model(
+        "bert_varlen.py", {"V4": ("bert_varlen.py", "--compile")}, unit="tokens", needs=("transformers",),
+        allow="cross-batch-packing",
     ),
     "gpt2_trainer": Model(
         "gpt2_trainer.py",
@@ -287,7 +292,8 @@ def tune(work: Work, name: str, model: Model, budget_s: float, more: Sequence[st
     else:
         if folder.exists():
             shutil.rmtree(folder)
-        words += ["--out", str(folder), *budget, *more]
+        allowed = ["--allow", model.allow] if model.allow else []
+        words += ["--out", str(folder), *budget, *allowed, *more]
         words += work.script("naive", (model.naive,), ENDLESS)
     began = work.clock()
     output = work.folder / name / f"tune-{len(done['sessions'])}.txt"

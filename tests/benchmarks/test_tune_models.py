@@ -286,3 +286,15 @@ def test_an_expert_trains_the_same_model_as_the_naive_script(benchmark_module, m
     for block in model.h:
         block.attn.__class__ = expert.Attention
     torch.testing.assert_close(model(x, y), by_hand)
+
+
+def test_opt_ins_are_allowed_where_a_model_says_so(bench, work) -> None:
+    made = work()
+    for name in ("bert_varlen", "bert_varlen_packed"):
+        bench.tune(made, name, bench.MODELS[name], 300.0, [])
+    plain, packed = (
+        made.of(name)["tune"]["sessions"][0]["words"]
+        for name in ("bert_varlen", "bert_varlen_packed")
+    )
+    assert "--allow" not in plain
+    assert packed[packed.index("--allow") + 1] == "cross-batch-packing"
