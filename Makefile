@@ -18,7 +18,7 @@ STAMP := $(VENV)/.installed
 
 # Tests that time nothing run two at a time; the others one after another.
 SIDE_BY_SIDE := $(addprefix tests/,trace diagnosis flops records reports hardware trials summary cli patching \
-	kit/graph kit/precision kit/memory fixes conformance docs benchmarks examples)
+	kit/graph kit/precision kit/memory fixes tuning conformance docs benchmarks examples)
 
 .PHONY: help install test lint unit conformance docs demo clean
 

@@ -36,6 +36,7 @@ LINES_OF = {
     "conv-layout": ("gemm_excess", "memory_excess"),
     "needless-mask": ("gemm_excess",),
     "unlabelled-logits": ("ideal", "memory_bound", "memory_excess"),
+    "logits-in-memory": ("memory_bound", "memory_excess"),
     "memory-bound": ("memory_bound", "memory_excess"),
     "unfused-attention": ("memory_bound", "memory_excess"),
     "optimizer-step": ("optimizer",),
