@@ -7,14 +7,14 @@ and `hides_nothing` says of a tensor on a device whether it is such a copy, not 
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from flopwise.kit.stand_in import StandIn
 
 _KINDS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
 _KINDS_OF_ONES = _KINDS | {torch.float32}
@@ -47,21 +47,8 @@ def moved(source: torch.Tensor, target: torch.Tensor) -> None:
         _FULL[target] = target._version
 
 
-class _Watched:
+class _Watched(StandIn):
     """Stands in for a method of `torch.Tensor`, equal to it, and notes copies of masks."""
-
-    def __init__(self, method: Any) -> None:
-        self._method = method
-        functools.update_wrapper(self, method)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other == self._method
-
-    def __hash__(self) -> int:
-        return hash(self._method)
 
     def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         result = self._method(tensor, *args, **kwargs)

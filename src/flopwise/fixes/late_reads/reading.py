@@ -5,9 +5,7 @@ The value of now is copied to the host meanwhile, and waited for by nobody.
 
 from __future__ import annotations
 
-import functools
 import sys
-import types
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import torch
 
 from flopwise.fixes.late_reads.uses import uses_problem
+from flopwise.kit.stand_in import StandIn
 from flopwise.meter.replay import is_replaying
 from flopwise.meter.where import frames, is_installed, is_torch, is_users, place
 
@@ -182,21 +181,12 @@ def _is_loss(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None and tensor.numel() == 1 and tensor.is_floating_point()
 
 
-class _Reading:
+class _Reading(StandIn):
     """Stands in for a method of `torch.Tensor`, equal to it."""
 
     def __init__(self, method: Any, reads: Reads) -> None:
-        self._method, self.reads = method, reads
-        functools.update_wrapper(self, method)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
-
-    def __eq__(self, other: object) -> bool:
-        return other is self or other == self._method
-
-    def __hash__(self) -> int:
-        return hash(self._method)
+        super().__init__(method)
+        self.reads = reads
 
     def __call__(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
